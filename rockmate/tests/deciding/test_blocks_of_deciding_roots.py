@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from oracles.decisions import assert_steps_like
 from oracles.training import assert_same_gradients, measured_peak_bytes
+from rkgb.engine import trace_memory
 from rockmate import InfeasibleBudgetError, Rockmate
 from zoo.deciding import WIDTH, Layer, Repeated, Scaled, rows
 
@@ -342,3 +344,52 @@ def test_blocks_are_recorded_before_the_steps_that_are_metered(
     assert not [text for text in told if "another object" in text]
     assert not [text for text in told if "on already" in text]
     assert measured_peak_bytes(rk, (x,), grads_exist=True) <= budget
+
+
+class Factor:
+    @functools.cached_property
+    def half(self) -> float:
+        return 0.5
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = Factor()
+        self.layer, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.factor.half * self.scale + self.scale
+
+
+class MadeOnce(nn.Module):
+    """Keeps what it makes once in a dictionary outside, so that its root decides."""
+
+    made: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.last = Shifted(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x) + x
+        self.made.setdefault("half", lambda t: t * 0.5)
+        return self.last(self.made["half"](x))
+
+
+def test_what_a_measured_step_frees_of_earlier_ones_is_no_room() -> None:
+    MadeOnce.made.clear()
+    torch.manual_seed(0)
+    x, how = torch.randn(64, 8), {"cost": "flops", "cache": False}
+    with pytest.raises(InfeasibleBudgetError) as error:
+        Rockmate(MadeOnce(), x, 1000, **how)
+    for budget in (error.value.minimum_bytes, error.value.minimum_bytes + 1000):
+        planned = Rockmate(MadeOnce(), x, budget, **how)
+
+        def step(planned: Rockmate = planned) -> None:
+            planned(x).sum().backward()
+
+        for _ in range(3):  # a second look takes random states, too
+            step()
+        peak = trace_memory(lambda span: step(), torch.device("cpu")).peak_bytes
+        assert 4096 < peak - 8 <= planned.budget_bytes  # the loss and its gradient are outside

@@ -44,6 +44,16 @@ class MemoryTrace:
     timeline: tuple[tuple[float, int], ...]  # (ms since the start, bytes); empty on CUDA
     allocated_peak_bytes: int  # in whole blocks of the allocator
 
+    @property
+    def released_bytes(self) -> int:
+        """What the run has freed of what was in use before; another run has no room there."""
+        return max(0, -self.end_bytes)
+
+    @property
+    def lasting_peak_bytes(self) -> int:
+        """The peak of another run, for which nothing of earlier ones is left to be freed."""
+        return self.peak_bytes + self.released_bytes
+
 
 def replay(changes: list[Change], marks: list[Mark]) -> MemoryTrace:
     """Return the memory of a run from all its allocations; both lists are in order."""

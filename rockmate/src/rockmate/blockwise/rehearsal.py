@@ -145,9 +145,9 @@ def trace_step(
             restore()
             again()
             traces.append(trace_memory(run, device))
-    trace = min(traces, key=lambda trace: trace.peak_bytes)
+    trace = min(traces, key=lambda trace: trace.lasting_peak_bytes)
     marks = [Mark(s.name, s.start_bytes, s.next_peak_bytes) for s in trace.spans]
-    return trace.peak_bytes, tuple(marks)
+    return trace.lasting_peak_bytes, tuple(marks)
 
 
 def largest_first(

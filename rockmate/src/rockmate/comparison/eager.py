@@ -48,6 +48,7 @@ class StepResult:
     peak_bytes: int  # in requested bytes
     allocated_peak_bytes: int  # in whole blocks of the allocator
     timeline: tuple[tuple[float, int], ...]
+    released_bytes: int  # that earlier steps had left: no room for this one, so in the peaks
 
 
 def run_step(
@@ -99,14 +100,16 @@ def run_step(
         stream.restore()
         python.restore()
     grown_bytes = max(0, _bytes_of_buffers(twin) - before_bytes)
+    more_bytes = trace.released_bytes - grown_bytes
     return StepResult(
         outputs=results.host_outputs(),
         gradients=results.gradients,
         buffers=results.buffers(),
         stream=end,
-        peak_bytes=trace.peak_bytes - grown_bytes,
-        allocated_peak_bytes=trace.allocated_peak_bytes - grown_bytes,
+        peak_bytes=trace.peak_bytes + more_bytes,
+        allocated_peak_bytes=trace.allocated_peak_bytes + more_bytes,
         timeline=trace.timeline,
+        released_bytes=trace.released_bytes,
     )
 
 
