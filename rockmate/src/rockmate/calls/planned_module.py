@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rkgb import OpaquePieceError, OtherWayError
-from rkgb.elements import is_running
+from rkgb import OpaquePieceError, OtherWayError, RkgbError
+from rkgb.elements import is_running, outermost
 from rkgb.module_state import StartOfCall
 from rkgb.recording import tensors_of, transparent_checkpoints
 from rkgb.torch_api import (
@@ -26,6 +27,7 @@ from rockmate.arguments import Call
 from rockmate.calls.loss_outside import LossOutside
 from rockmate.calls.plan_store import Family, Key
 from rockmate.calls.plans_of_module import HandedOverOtherwiseError, NotPlannedError, PlansOfModule
+from rockmate.calls.requester import called_path
 from rockmate.calls.second_look import Differences, SecondLook
 from rockmate.errors import UnsupportedModuleError
 from rockmate.guards.input_signature import ambient, in_order, key_of
@@ -36,6 +38,7 @@ from rockmate.runtime.outputs import tell_of_other_layouts
 from rockmate.runtime.plain import is_plain, plain
 from rockmate.settings import Terms
 
+_OFTEN = 2  # steps in which a part has returned other values
 # Why a step runs plain | what to do instead.
 _GLOBAL_HOOKS = (
     "torch.nn.modules.module.register_module_*_hook has set a hook for every module, and a planned "
@@ -73,6 +76,7 @@ class PlannedModule(PlansOfModule):
     def __init__(self, model: nn.Module, settings: Terms) -> None:
         super().__init__(model, settings)
         self.second_look = SecondLook(self)
+        self._otherwise = Counter[type]()  # how often parts of a class have returned other values
         self.loss = LossOutside(self)
 
     def __reduce__(self) -> Any:
@@ -213,12 +217,33 @@ class PlannedModule(PlansOfModule):
             if self.is_sealed:
                 raise NotPlannedError(str(error)) from error
             result = self.model.forward(*args, **kwargs)  # or the user's own error
+            more = self._run_more_whole(error, planned)
             warnings.warn(
-                f"{error} This step runs plain, and may take more memory than the budget.",
+                f"{error} This step runs plain, and may take more memory than the budget.{more}",
                 RuntimeWarning,
                 stacklevel=4,
             )
             return result
+
+    def _run_more_whole(self, error: RkgbError, planned: Planned) -> str:
+        """Run more of the module whole where parts of a class return other values again; say what.
+
+        What follows a part was recorded with its values (numbers of tokens for experts, say). All
+        parts of the class go along: each would need a step of its own.
+        """
+        path = error.module_path if isinstance(error, OpaquePieceError) else None
+        if not path or self.is_part or self.settings.strict:
+            return ""
+        kind = type(self.model.get_submodule(path))
+        self._otherwise[kind] += 1
+        if self._otherwise[kind] < _OFTEN:
+            return ""
+        wholes = (call.path for call in planned.network.basic.whole_calls if call.path)
+        alike = (p for p in wholes if type(self.model.get_submodule(p)) is kind)
+        paths = outermost(called_path(self.model, p.rpartition(".")[0]) for p in alike)
+        self.run_whole(paths, f"'{path}' returns other values from call to call")
+        named = ", ".join(f"'{p or '(root)'}'" for p in paths)
+        return f" What runs whole from now on, for this: {named}."
 
     def _values(self, snapshot: Snapshot, planned: Planned) -> ExternalValues:
         values = snapshot.values.get(planned.executor)
