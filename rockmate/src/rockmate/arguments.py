@@ -22,7 +22,6 @@ from torch import nn
 from rkgb.engine import bind_inputs
 from rkgb.torch_api import is_optimized
 from rockmate.errors import ArgumentsError, UnsupportedModuleError
-from rockmate.guards.sharded import refuse_no_module
 from rockmate.settings import Budget, Settings, Terms, parse_budget, parse_memory
 from rockmate.whole_step.loss import Loss
 from rockmate.whole_step.optimizers import check_optimizer
@@ -34,6 +33,25 @@ P = ParamSpec("P")
 Given = TypeVar("Given")
 Owner = TypeVar("Owner")
 Result = TypeVar("Result")
+
+
+def refuse_no_module(model: Any) -> nn.Module:
+    """Return the given model if it is a module.
+
+    Raises:
+        UnsupportedModuleError: it is no `torch.nn.Module`.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    hint = "The sample is the second argument."
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        hint = f"{model.__name__} is a class: give one of its objects, {model.__name__}(...)."
+    elif callable(model):
+        hint = "Put what it computes into the forward of a module written in Python."
+    raise UnsupportedModuleError(
+        f"the model comes first, as in Rockmate(model, sample, budget); a {type(model).__name__} "
+        f"was given instead of a torch.nn.Module. {hint}"
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from torch import nn
 
 from rkgb import RkgbError
 from rkgb.elements import is_inside
-from rockmate.arguments import Arguments, Call, called_with
+from rockmate.arguments import Arguments, Call, called_with, refuse_no_module
 from rockmate.blockwise.loss_outside import LossOfBlocks, Within
 from rockmate.blockwise.planning import BlockPlanner
 from rockmate.blockwise.recorded import RecordedBlocks
@@ -32,13 +32,7 @@ from rockmate.errors import (
 from rockmate.files.cache_folder import CacheFolder
 from rockmate.files.plan_file import PlanFile
 from rockmate.guards.module_watch import without_hooks
-from rockmate.guards.sharded import (
-    class_name,
-    device_of_parameters,
-    own_class,
-    refuse_engines,
-    refuse_no_module,
-)
+from rockmate.guards.sharded import class_name, device_of_parameters, own_class, refuse_engines
 from rockmate.in_place import remove
 from rockmate.module import Rockmate, dressed, plain_view
 from rockmate.progress import Phases

@@ -15,7 +15,7 @@ from torch import nn
 
 from rkgb.elements import Ref
 from rkgb.torch_api import is_optimized
-from rockmate.arguments import Arguments, method_called_with
+from rockmate.arguments import Arguments, method_called_with, refuse_no_module
 from rockmate.calls.class_attributes import (
     CompiledCallAttribute,
     ForwardAttribute,
@@ -29,7 +29,7 @@ from rockmate.decisions.report import DecidedPlan
 from rockmate.errors import UnsupportedModuleError
 from rockmate.files.plan_file import PlanFile
 from rockmate.guards.module_watch import view_of
-from rockmate.guards.sharded import own_class, refuse_engines, refuse_no_module
+from rockmate.guards.sharded import own_class, refuse_engines
 from rockmate.networks import Planned, compiled_part, cut_parts
 from rockmate.reports.plan_report import PlanReport
 from rockmate.requests.identity import in_short, input_texts, made_with

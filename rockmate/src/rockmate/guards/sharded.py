@@ -13,25 +13,6 @@ from rkgb.elements import flatten, is_running, outermost, settled
 from rockmate.errors import UnsupportedModuleError
 
 
-def refuse_no_module(model: Any) -> nn.Module:
-    """Return the given model if it is a module.
-
-    Raises:
-        UnsupportedModuleError: it is no `torch.nn.Module`.
-    """
-    if isinstance(model, nn.Module):
-        return model
-    hint = "The sample is the second argument."
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        hint = f"{model.__name__} is a class: give one of its objects, {model.__name__}(...)."
-    elif callable(model):
-        hint = "Put what it computes into the forward of a module written in Python."
-    raise UnsupportedModuleError(
-        f"the model comes first, as in Rockmate(model, sample, budget); a {type(model).__name__} "
-        f"was given instead of a torch.nn.Module. {hint}"
-    )
-
-
 def own_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class that a module had before `fully_shard`, or `kind` if it is not sharded.
 
