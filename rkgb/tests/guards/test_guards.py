@@ -258,3 +258,34 @@ def test_no_comprehension_is_looked_for_in_all_that_python_keeps(
 ) -> None:
     monkeypatch.setattr(gc, "get_referrers", None)  # it takes 0.1 s with a few libraries
     assert make_B(Comprehending(), torch.randn(3)).ops
+
+
+class _NoClass:
+    """As a library of C: what it does not have, `__class__` too, is an error of its own."""
+
+    two = 2.0
+
+    @property
+    def __class__(self) -> Any:
+        raise AttributeError("unknown variable '__class__'")
+
+
+class _NoModule:
+    __module__ = 3  # type: ignore[assignment]
+    two = 2.0
+
+
+@pytest.mark.parametrize("kind", [_NoClass, _NoModule])
+def test_objects_without_class_or_module_are_looked_at_by_their_type(kind: type) -> None:
+    held = kind()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = held
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * held.two * self.held.two
+
+    x = torch.ones(3, requires_grad=True)
+    assert [op.name for op in make_B(Net(), x).ops] == ["mul", "mul_1"]

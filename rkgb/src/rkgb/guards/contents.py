@@ -54,14 +54,15 @@ def is_used_up(value: Any) -> bool:
         >>> is_used_up(iter([1])), is_used_up([1])
         (True, False)
     """
-    kind = type(value)
+    kind, home = type(value), home_of(type(value))
     if (subject := subject_of(value)) is not None:
         return is_used_up(subject)
-    if isinstance(value, (random.Random, *_STREAMS)) or kind.__module__ in _QUEUES:
+    # By its type: the `__class__` of a library of C raises an error.
+    if issubclass(kind, (random.Random, *_STREAMS)) or home in _QUEUES:
         return True
     if isinstance(value, torch.Generator):
         return value is not torch.default_generator
-    if kind.__module__.startswith("numpy.random") and any(hasattr(value, n) for n in _OF_NUMPY):
+    if home.startswith("numpy.random") and any(hasattr(value, n) for n in _OF_NUMPY):
         return True
     return hasattr(kind, "__next__") and not isinstance(value, _CLOSED)
 

@@ -133,7 +133,8 @@ def home_of(value: Any) -> str:
         return value.__name__
     if isinstance(value, FunctionType):
         return str(value.__globals__.get("__name__", ""))
-    return (value if isinstance(value, type) else type(value)).__module__
+    module: object = (value if isinstance(value, type) else type(value)).__module__
+    return module if isinstance(module, str) else ""  # of a class that calls something else so
 
 
 def keeps_to_itself(value: Any) -> bool:
