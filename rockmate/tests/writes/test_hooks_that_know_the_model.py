@@ -105,3 +105,18 @@ def test_each_step_sets_them_once(way: str, hook: str, decides: bool) -> None:
             sum(out.square().mean() for out in one(x)).backward()
     assert_same_gradients(ours, theirs)
     assert ours.log == theirs.log
+
+
+CALLED: list[Tensor] = []  # a global
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_planning_puts_back_what_hooks_on_weights_change_outside(way: str) -> None:
+    CALLED.clear()
+    net = Net("forward", decides=False)
+    net.last.weight.register_hook(lambda gradient: CALLED.append(gradient.norm()))
+    planned = WAYS[way](net, torch.randn(64, 8))
+    assert not CALLED
+    for step in range(1, 4):
+        sum(out.square().mean() for out in planned(torch.randn(64, 8))).backward()
+        assert len(CALLED) == step

@@ -65,13 +65,15 @@ class Marker:
 
 def run_step(model: nn.Module, call: Call, device: torch.device) -> None:
     """Run one step and restore what it changes; hooks after gradients are not called."""
-    with _watching_hooks(model), kept_as_it_is(model, device, call):
+    with kept_as_it_is(model, device, call):
         _run(model, call, Marker())
 
 
-def _watching_hooks(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Find what a step's hooks on gradients of leaves change: no forward calls them."""
-    hooked = any(leaf._backward_hooks for leaf in _leaves(model))
+def _watching_hooks(
+    model: nn.Module, leaves: Sequence[Tensor]
+) -> contextlib.AbstractContextManager[None]:
+    """Find what hooks on gradients of leaves change in a backward: no forward calls them."""
+    hooked = any(leaf._backward_hooks for leaf in leaves)
     return finding_what_changes(model) if hooked else contextlib.nullcontext()
 
 
@@ -138,8 +140,7 @@ def trace_step(
 
     with kept_as_it_is(model, device, call) as again:
         start, traces = StartOfCall(model, device), []
-        with _watching_hooks(model):
-            _run(model, call, Marker())  # from now on gradients and buffers of libraries exist
+        _run(model, call, Marker())  # from now on gradients and buffers of libraries exist
         for _ in range(times):
             start.restore()  # with other random numbers it might take other branches
             restore()
@@ -170,7 +171,10 @@ def _run(model: nn.Module, call: Call, marker: Marker) -> None:
     marker(TURN)
     wanted = [t for t in results if isinstance(t, Tensor) and t.requires_grad]
     del results
-    seed_backward(losses_among(wanted), {*map(id, _leaves(model))})
+    leaves = _leaves(model)
+    is_metered = marker.span is not None
+    with contextlib.nullcontext() if is_metered else _watching_hooks(model, leaves):
+        seed_backward(losses_among(wanted), {*map(id, leaves)})
     del wanted
     marker(END)
 
