@@ -75,7 +75,6 @@ def _differences(
         if found is None:
             with_content = False
             found = record_without_content(model, sample, known, known.kind)
-            gc.collect(1)
     except (DataDependentError, SideEffectError) as error:
         let_go(error)
         if with_content and error.module_path is not None:
@@ -109,5 +108,5 @@ def _recorded_again(
         )
     except TooLargeError as error:
         let_go(error)
-    gc.collect(1)  # the recording is in cycles; free it before the next one
+    gc.collect(0)  # free the recording before the next one; what still lives gets no older than 1
     return None
