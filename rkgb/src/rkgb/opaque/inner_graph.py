@@ -87,7 +87,8 @@ class InnerGraph:
     inputs: dict[int, int] = field(default_factory=dict)  # positions of the inputs, by storage
     around: list[weakref.ref[_Saved]] = field(default_factory=list)  # what outer hooks packed
     trail: list[Any] = field(default_factory=list)  # saved tensors; equal runs have equal trails
-    came: list[int] = field(default_factory=list)  # the ends that got parts of gradients, in order
+    # The ends that got parts of gradients, in order, by the nodes that gave them.
+    came: list[tuple[int, ...]] = field(default_factory=list)
     transforms: bool = False  # whether autograd ran inside a transform, which allows no hooks
 
     def entering(self, tensor: Tensor) -> Tensor:
@@ -368,13 +369,15 @@ class _Exit(torch.autograd.Function):
         return None, ctx.box.pop()
 
 
-def _noting(edges: dict[int, int], parts: list[list[Tensor]], came: list[int]) -> Any:
+def _noting(edges: dict[int, int], parts: list[list[Tensor]], came: list[tuple[int, ...]]) -> Any:
     def note(grad_inputs: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+        got: list[int] = []
         for index, place in edges.items():
             part = grad_inputs[index]
             if part is not None:
                 parts[place].append(settled(part))
-                came.append(place)
+                got.append(place)
+        came.append(tuple(got))
         return tuple(None if i in edges else g for i, g in enumerate(grad_inputs))
 
     return note

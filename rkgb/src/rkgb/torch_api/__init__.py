@@ -10,6 +10,7 @@ global_hooks.py.
 
 from rkgb.torch_api.by_values import TakingMost, noting_calls
 from rkgb.torch_api.compiled_code import compiled_modules, is_in_compiled_code, is_optimized
+from rkgb.torch_api.firing import firing_order
 from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
 from rkgb.torch_api.global_hooks import has_global_hooks, without_global_hooks
 from rkgb.torch_api.kernel_choice import KernelChoice, RecomputingAs, running_a_forward, with_flags
@@ -66,6 +67,7 @@ __all__ = [
     "current_dispatch_modes",
     "dict_versions",
     "dispatch_mode_stack",
+    "firing_order",
     "gradients_kept",
     "group_store",
     "has_global_hooks",

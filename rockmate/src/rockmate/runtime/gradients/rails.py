@@ -10,7 +10,6 @@ are made anew.
 
 from __future__ import annotations
 
-import functools
 import operator
 import weakref
 from collections import Counter
@@ -27,12 +26,12 @@ from rkgb.run import Places
 from rkgb.torch_api import (
     any_is_freed,
     current_dispatch_modes,
+    firing_order,
     is_to_run,
     keeps_graph,
     latest_sequence_nr,
     nodes_outlive_tensors,
     refuse_unused,
-    run_backward,
     set_sequence_nr,
 )
 from rockmate.errors import BackwardTwiceError, UnsupportedModuleError
@@ -306,36 +305,6 @@ class _HandOverNode(_HandOver._backward_cls):  # type: ignore[name-defined, misc
 
 
 _HandOver._backward_cls = _HandOverNode
-
-
-@functools.cache
-def firing_order(count: int, *, is_last: bool) -> tuple[int, ...]:
-    """Return the order in which the engine visits the leaves of one place.
-
-    They have equal priority in the engine's heap, so the order is found by a trial.
-    """
-    fired: list[int] = []
-    with torch.inference_mode(False), torch.enable_grad():
-        leaves = [torch.empty(0, requires_grad=True, device="cpu") for _ in range(count)]
-        for number, leaf in enumerate(leaves):
-            leaf.register_post_accumulate_grad_hook(lambda _, n=number: fired.append(n))
-        token = torch.empty(0, requires_grad=True, device="cpu")
-        parts = [[], leaves] if not is_last else [leaves]
-        for part in parts:
-            token = _Trial.apply(token, *part)  # type: ignore[no-untyped-call]
-        run_backward([token], [torch.empty(0, device="cpu")])
-    return tuple(fired)
-
-
-class _Trial(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, *leaves: Tensor) -> Tensor:
-        ctx.count = len(leaves)
-        return token.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return (grad, *(torch.empty(0, device="cpu") for _ in range(ctx.count)))
 
 
 def fired_in_order(places: Places, edges: Sequence[tuple[str, int]]) -> Places:
