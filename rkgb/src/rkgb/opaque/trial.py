@@ -409,5 +409,5 @@ def _as_visited(groups: Sequence[tuple[int, ...]], inputs: int) -> tuple[int, ..
         done = [p for p in dict.fromkeys(group) if last[p] == number and p >= inputs]
         found += (place for place in group if place not in done)
         alone = number + 1 == len(groups) and min(group, default=inputs) >= inputs
-        found += (done[k] for k in firing_order(len(done), is_last=False, is_alone=alone))
+        found += (done[k] for k in firing_order(len(done), "nothing" if alone else "node"))
     return tuple(found)

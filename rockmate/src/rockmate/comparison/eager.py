@@ -100,14 +100,13 @@ def run_step(
         stream.restore()
         python.restore()
     grown_bytes = max(0, _bytes_of_buffers(twin) - before_bytes)
-    more_bytes = trace.released_bytes - grown_bytes
     return StepResult(
         outputs=results.host_outputs(),
         gradients=results.gradients,
         buffers=results.buffers(),
         stream=end,
-        peak_bytes=trace.peak_bytes + more_bytes,
-        allocated_peak_bytes=trace.allocated_peak_bytes + more_bytes,
+        peak_bytes=trace.lasting_peak_bytes - grown_bytes,
+        allocated_peak_bytes=trace.allocated_peak_bytes + trace.released_bytes - grown_bytes,
         timeline=trace.timeline,
         released_bytes=trace.released_bytes,
     )

@@ -56,8 +56,7 @@ class ChainModel:
             nodes = block.local.nodes
             fwd_time_ms = sum(node.fwd_time_ms for node in nodes)
             bwd_time_ms = sum(node.bwd_time_ms for node in nodes)
-            order = block.local.backward_order
-            grad = nodes[order[0]].grads_before_bytes if order else 0
+            grad = block.local.arriving_bytes
             options = tuple(
                 rotor.Option(
                     saved_bytes=option.saved_bytes,

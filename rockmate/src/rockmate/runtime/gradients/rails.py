@@ -316,7 +316,7 @@ def fired_in_order(places: Places, edges: Sequence[tuple[str, int]]) -> Places:
     found = []
     for number, place in enumerate(places):
         complete = [edge for edge in sorted(place) if last[edges[edge][0]] == edge]
-        fired = firing_order(len(complete), is_last=number + 1 == len(places))
+        fired = firing_order(len(complete), "leaf" if number + 1 == len(places) else "node")
         by_slot = dict(zip(fired, complete, strict=True))
         rest = [edge for edge in sorted(place) if last[edges[edge][0]] != edge]
         found.append((*rest, *(by_slot[slot] for slot in range(len(complete)))))
