@@ -292,6 +292,8 @@ def _chains(run: Search, *, asked: bool = False) -> None:
         for grain, max_nodes in GRAINS[: run.effort.grains]:
             name = f"chain of {grain}" + (f", {len(pinned)} pinned" if pinned else "")
             _chain(run, name, max_nodes=max_nodes, solver=solver, cache=cache, pinned=pinned)
+            if not asked and run.is_within(run.effort.close_enough):
+                return
 
 
 def _chain(
