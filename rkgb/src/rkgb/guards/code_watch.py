@@ -34,7 +34,7 @@ _IMPORTS = importlib.import_module.__code__
 _LOGGERS = logging.getLogger.__code__
 
 
-@dataclass(slots=True)
+@dataclass
 class Seen:
     """A function that has run."""
 

@@ -242,7 +242,7 @@ def _functions(
         else:
             others.append(one)
     new = [] if are_known else others
-    new = [one for one in new if not _are_all_known(one.code, _holders(one.code))]
+    new = [one for one in new if not _is_known(one)]
     found: dict[int, list[FunctionType]] = {id(one.code): [] for one in new}
     for function in _holding([one.code for one in new]):
         if isinstance(function, FunctionType) and id(function.__code__) in found:
@@ -250,8 +250,8 @@ def _functions(
     for one in new:
         while len(_known) >= _MOST:
             del _known[next(iter(_known))]
-        known = _known[id(one.code)] = Known(one.code, found[id(one.code)])
-        known.holders = _holders(one.code)
+        known = _known[id(one.code)] = Known(one, found[id(one.code)])
+        known.holders = _holders(one)
     for one in others:
         ours = _of_the_code(one)
         # A variable that was set meanwhile holds something else; then all of them count.
@@ -273,10 +273,11 @@ def look_up(seen: Iterable[Seen], copies: Mapping[int, Any]) -> None:
 
 
 class Known:
-    """The functions of a code, which is kept alive: ids are used again."""
+    """The functions of a code that ran. The code is kept alive: ids are used again."""
 
-    def __init__(self, code: CodeType, functions: Iterable[FunctionType]) -> None:
-        self.code, self._functions = code, [*map(weakref.ref, functions)]
+    def __init__(self, seen: Seen, functions: Iterable[FunctionType]) -> None:
+        self.code, self._functions = seen.code, [*map(weakref.ref, functions)]
+        self._seen = weakref.ref(seen)  # in one recording
         self.holders = 0  # of the code, when these were all of its functions
 
     @property
@@ -285,11 +286,14 @@ class Known:
         alive = [function for ref in self._functions if (function := ref()) is not None]
         return [function for function in alive if function.__code__ is self.code]
 
-    def are_all(self, holders: int) -> bool:
-        """Whether there can be no other by now, where the code has as many holders."""
+    def are_all(self, seen: Seen) -> bool:
+        """Whether there can be no other function by now."""
         if not self.code.co_freevars:  # others differ in their defaults at most
             return bool(self.functions)
-        return holders <= self.holders and len(self.functions) == len(self._functions)
+        # Between two recordings, another function may take the place of another holder.
+        if self._seen() is not seen or _holders(seen) > self.holders:
+            return False
+        return len(self.functions) == len(self._functions)
 
 
 _known: dict[int, Known] = {}
@@ -302,13 +306,13 @@ def _of_the_code(seen: Seen) -> list[FunctionType]:
     return [f for f in _known[id(seen.code)].functions if f.__globals__ is seen.globals]
 
 
-def _holders(code: CodeType) -> int:
-    return sys.getrefcount(code)
+def _holders(seen: Seen) -> int:
+    return sys.getrefcount(seen.code)
 
 
-def _are_all_known(code: CodeType, holders: int) -> bool:
-    known = _known.get(id(code))
-    return known is not None and known.are_all(holders)
+def _is_known(seen: Seen) -> bool:
+    known = _known.get(id(seen.code))
+    return known is not None and known.are_all(seen)
 
 
 def function_named(seen: Seen) -> FunctionType | None:
