@@ -249,8 +249,12 @@ class RecordedStep:
         seen = [*self.codes.seen.values(), *self.backward_codes.seen.values()]
         library = [*self.codes.library.values(), *self.backward_codes.library.values()]
         found = Sources.of(seen, self.originals, library)
-        if self.backward_codes.seen:
-            found.of_backward = Sources.of(self.backward_codes.seen.values(), self.originals)
+        again = frozenset(self.places.called_again)
+        checkpointed = [one for one in self.codes.seen.values() if one.paths & again]
+        in_backward = [*self.backward_codes.seen.values(), *checkpointed]
+        if in_backward or again:
+            found.of_backward = Sources.of(in_backward, self.originals)
+            found.of_backward.own = again
         for key, module in self.places.outside.items():
             own = self.originals.get(key, module)
             found.called[id(own)] = weakref.ref(own)
@@ -384,7 +388,7 @@ class RecordedStep:
             return Readable.led_to(ran, self.originals, self.twin.modules())
 
     def _call(self) -> Any:
-        watched, plain = self.places.watching(), as_written()
+        watched, plain = self.places.watching(), as_written(self.places.in_checkpoint)
         with (
             watched,
             plain,

@@ -83,6 +83,7 @@ class Sources:
     # Modules outside of the one that is recorded that were called, by identity.
     called: dict[int, weakref.ref[nn.Module]] = field(default_factory=dict)
     settings: tuple[Any, ...] = ()  # what a first call sets (`Setting`)
+    own: frozenset[str] = frozenset()  # paths of submodules that a plain backward calls again
     of_backward: Sources | None = None  # those that Python of a backward reads, if it reads any
 
     @classmethod

@@ -185,7 +185,7 @@ def run_call(
             args, kwargs = call.arguments(
                 inputs, call.own_numbers() if numbers is None else numbers
             )
-            with inner.saving(), as_written():
+            with inner.saving(), as_written(inner.in_checkpoint):
                 run = module if call.function is None else call.function.apply
                 result = run(*args, **kwargs)
     if call.left:

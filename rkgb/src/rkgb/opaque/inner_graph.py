@@ -90,6 +90,7 @@ class InnerGraph:
     # The ends that got parts of gradients, in order, by the nodes that gave them.
     came: list[tuple[int, ...]] = field(default_factory=list)
     transforms: bool = False  # whether autograd ran inside a transform, which allows no hooks
+    checkpoints: bool = False  # whether plain PyTorch would run a part of it again in the backward
 
     def entering(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the same memory to which a gradient flows.
@@ -100,6 +101,12 @@ class InnerGraph:
         entered: Tensor = _Entry.apply(gate, tensor.detach(), self.refuse_foreign)  # type: ignore[no-untyped-call]
         self.ends.append(entered.grad_fn)
         return entered
+
+    @contextlib.contextmanager
+    def in_checkpoint(self) -> Iterator[None]:
+        """Around what a checkpoint runs."""
+        self.checkpoints = True
+        yield
 
     @property
     def refuse_foreign(self) -> Callable[[Tensor | None], None]:

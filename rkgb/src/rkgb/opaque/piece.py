@@ -76,6 +76,7 @@ class Piece:
     written: tuple[str, ...] = ()  # parameters that the call writes
     casts: tuple[str, ...] = ()  # parameters that autocast casts in it, once per region
     draws: bool = False  # random numbers in its backward, as hooks of its own do
+    checkpoints: bool = False  # plain PyTorch runs a part of it again in the backward
     over: dict[str, int] = field(default_factory=dict)  # largest held bytes above `held_bytes`
 
     def result(self, tensors: Sequence[Tensor]) -> Any:

@@ -82,6 +82,8 @@ class PieceRecorder:
         with self.recorder.paused():
             piece, made = self._explored(call, module, tensors)
             outputs = self._connected(piece, made, tensors, inputs, followed)
+        if piece.checkpoints:
+            self.recorder.places.note_again(path)
         result = piece.result(outputs)
         if piece.call.left:
             result, *values = result

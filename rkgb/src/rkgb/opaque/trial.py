@@ -55,6 +55,7 @@ class _Trial:
     casts: tuple[str, ...]  # parameters
     came: tuple[int, ...]  # inputs, then parameters, that got parts of gradients, in order
     draws: bool  # random numbers in its backward
+    checkpoints: bool  # plain PyTorch runs a part of it again in the backward
 
     def in_order(self, call: Call) -> tuple[str, ...]:
         """Return the parameters in the order in which their gradients are complete.
@@ -207,6 +208,7 @@ class _Runs:
             written=self.written,
             casts=one.casts,
             draws=one.draws,
+            checkpoints=one.checkpoints,
             held_bytes=held,
             workspace_bytes=(
                 max(0, spans[0].added_peak_bytes - one.made_bytes[0] - held),
@@ -321,6 +323,7 @@ class _Runs:
             transforms=inner.transforms,
             came=_as_visited(inner.came, len(tensors)),
             draws=not RngState.save(self.device).equals(random.state),
+            checkpoints=inner.checkpoints,
             casts=tuple(n for at, n in enumerate(call.parameters, len(tensors)) if at in cast),
             foreign=foreign,
             strangers=tuple(self.names[id(t)] for t in leaves_used if id(t) in self.names),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rkgb.elements.module_paths import is_inside
 from rkgb.torch_api.patches import Patches
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
@@ -37,6 +38,8 @@ class Places:
         # Paths of the calls through which the last exception passed, the outermost first.
         self.raised_in: tuple[str, ...] = ("",)
         self.called: set[str] = set()
+        self.called_again: set[str] = set()  # by checkpoints, and those that call checkpoints
+        self._checkpoints = 0  # that run
         self.outside: dict[int, nn.Module] = {}  # modules outside the model that ran
         self._kinds: dict[CodeType, tuple[int, str]] = {}
 
@@ -53,6 +56,8 @@ class Places:
                 return original(module, *args, **kwargs)
             stack.append(path)
             self.called.add(path)
+            if self._checkpoints:
+                self.called_again.add(path)
             try:
                 whole = self._run_whole.get(path)
                 if whole is None:
@@ -69,6 +74,20 @@ class Places:
 
         with Patches([(nn.Module, "__call__", call)]) as patches:
             yield
+
+    @contextlib.contextmanager
+    def in_checkpoint(self) -> Iterator[None]:
+        """While active, what runs is noted: plain PyTorch runs it again in the backward."""
+        self.called_again.add(self.path)
+        self._checkpoints += 1
+        try:
+            yield
+        finally:
+            self._checkpoints -= 1
+
+    def note_again(self, path: str) -> None:
+        """Note that plain PyTorch runs parts of a module again in the backward."""
+        self.called_again.update(p for p in self._paths.values() if is_inside(p, path))
 
     def run_whole(self, paths: Iterable[str], run: RunWhole) -> None:
         """Let `run` make the calls of these modules, except for calls inside `run`."""

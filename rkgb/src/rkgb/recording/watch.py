@@ -228,24 +228,32 @@ def _ways_to_others() -> Iterator[tuple[type, str]]:
     yield from ((queue.Queue, name) for name in ("put", "get"))
 
 
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
 @contextlib.contextmanager
-def as_written() -> Iterator[None]:
+def as_written(around: Around = contextlib.nullcontext) -> Iterator[None]:
     """While active, the user's code runs as written: without compilation and checkpointing."""
-    with uncompiled(), transparent_checkpoints():
+    with uncompiled(), transparent_checkpoints(around):
         yield
 
 
 @contextlib.contextmanager
-def transparent_checkpoints() -> Iterator[None]:
+def transparent_checkpoints(around: Around = contextlib.nullcontext) -> Iterator[None]:
     """While active, `torch.utils.checkpoint` only calls its function: the plan decides.
 
-    A reentrant checkpoint without an input that requires a gradient gives no gradient, here too.
+    Each call runs in `around()`. A reentrant checkpoint without an input that requires a gradient
+    gives no gradient, here too.
     """
 
     def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
         wants = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-        with torch.set_grad_enabled(wants and torch.is_grad_enabled()):
+        with around(), torch.set_grad_enabled(wants and torch.is_grad_enabled()):
             return function(*args)
+
+    def surroundings(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+        with around():
+            yield
 
     # Its first call would load torch's compiler, only to disable it.
     plain = getattr(torch_checkpoint.checkpoint, "__wrapped__", None)
@@ -256,7 +264,7 @@ def transparent_checkpoints() -> Iterator[None]:
         with Patches(
             [
                 (torch_checkpoint.CheckpointFunction, "apply", apply),
-                (torch_checkpoint, _surroundings_of_checkpoints(), _no_surroundings),
+                (torch_checkpoint, _surroundings_of_checkpoints(), surroundings),
             ]
         ):
             yield
@@ -266,7 +274,7 @@ def transparent_checkpoints() -> Iterator[None]:
 
 
 def _no_surroundings(*_args: Any, **_kwargs: Any) -> Iterator[None]:
-    """Replace the generator around the function of a checkpoint."""
+    """Do nothing around the function of a checkpoint."""
     yield
 
 

@@ -3,51 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from types import FunctionType
 
 from torch import nn
 
+from rkgb.elements import Assign
 from rkgb.graphs import BackwardKind
-from rkgb.guards import Sources, Watched
-from rockmate.errors import UnsupportedModuleError
+from rockmate.guards.read_in_backward import PythonOfBackward
 from rockmate.runtime.executable import Executable
 
 # Makes the executable for another kind of backward of a step.
 Variant = Callable[[BackwardKind], Executable]
-
-
-class PythonOfBackward:
-    """What Python of a backward reads, which has to be at the backward as it was at the forward.
-
-    A plain backward reads it when it runs, a planned one has been recorded with it.
-    """
-
-    def __init__(self, sources: Sources) -> None:
-        self._watched = Watched(sources.attributes)
-        named = (s for s in sources.places.values() if not isinstance(s.owner, FunctionType))
-        self._told = [f"{source.told} ({source.where})" for source in named]
-        for source in sources.places.values():
-            value = source.read()
-            self._watched.worth(value)
-            source.watch(self._watched, value)
-
-    def holds(self) -> bool:
-        """Return whether everything is as it was."""
-        return self._watched.holds()
-
-    def refuse_changes(self, model_name: str) -> None:
-        """Refuse a backward that would read something else.
-
-        Raises:
-            UnsupportedModuleError: something differs.
-        """
-        if not self.holds():
-            raise UnsupportedModuleError(
-                f"the backward of {model_name} runs Python that reads {', '.join(self._told)}, and "
-                "some of that has changed since the forward, whose plan was made with what was "
-                "there then. Change it after the backward, or run the forward of that step under "
-                "`with rockmate.plain():`."
-            )
 
 
 def compares_contents(step: int) -> bool:
@@ -78,13 +43,16 @@ class Backwards:
         """Let the next step of this module compare contents."""
         self._looked[id(model)] = 0
 
-    def python_of(self, executable: Executable) -> PythonOfBackward | None:
+    def python_of(self, executable: Executable, model: nn.Module | None) -> PythonOfBackward | None:
         """Return what Python of a backward reads now; None if it reads nothing."""
         sources = executable.basic.sources.of_backward
         if sources is None:
             return None
-        if self._python is None or not self._python.holds():
-            self._python = PythonOfBackward(sources)
+        known = self._python
+        if known is None or not known.is_of(model) or not known.holds():
+            effects = executable.basic.effects
+            set_by_step = {(e.path, e.name) for e in effects if isinstance(e, Assign)}
+            self._python = PythonOfBackward(sources, model, set_by_step)
         return self._python
 
     def for_backward(self, kind: BackwardKind, variant: Variant) -> Executable:

@@ -53,7 +53,6 @@ class Executor(Backwards):
         step = kind(self, executable, external, variant, numbers)
         if executable.casts.leaves:
             note_casts(step)
-        step.python = self.python_of(executable)
         values = list(executable.read_externals(external))
         step.remember_start(values)
         if executable.runs_python:
@@ -62,6 +61,7 @@ class Executor(Backwards):
             step.contents = keep(executable, external)
         with straight_to_kernels(), step.on_model():
             outputs, step.saved = executable.compiled.forward(values, *executable.taken(numbers))
+        step.python = self.python_of(executable, model)  # with what the forward has set itself
         if executable.seen_writes:  # kernels below autograd do not count writes
             increment_version(executable.read_seen_writes(external))
         step.remember_versions(external)

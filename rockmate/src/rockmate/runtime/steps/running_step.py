@@ -28,7 +28,8 @@ from rkgb.torch_api import (
     straight_to_kernels,
 )
 from rockmate.errors import BackwardTwiceError, DoubleBackwardError, UnsupportedModuleError
-from rockmate.runtime.backwards import Backwards, PythonOfBackward, Variant
+from rockmate.guards.read_in_backward import PythonOfBackward
+from rockmate.runtime.backwards import Backwards, Variant
 from rockmate.runtime.executable import Executable
 from rockmate.runtime.gradients.rails import OUT_OF_ORDER, Rail
 from rockmate.runtime.gradients.shared_casts import SharedCasts, shared_casts
