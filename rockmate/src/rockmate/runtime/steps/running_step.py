@@ -181,7 +181,7 @@ class RunningStep(SavedTensors):
 
     def let_go(self) -> None:
         """Drop everything that only another backward would need."""
-        self.external = self.variant = None
+        self.external = self.variant = self.contents = self.python = None
 
     def _refuse_second(self, kind: BackwardKind) -> None:
         assert self.variant is not None
