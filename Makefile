@@ -160,7 +160,7 @@ figures: $(INSTALLED) ## draw what was measured, and put the tables into the REA
 	$(PY) benchmarks/visualize.py
 	$(BENCH) -m reports.report
 # The core for each Python that is at hand; for all of them and portable: cibuildwheel (RELEASING.md).
-PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+PYTHONS ?= python3.11 python3.12 python3.13
 core-wheels: ## the core of rotor built and tried with each Python that is at hand
 	ci/core_wheels.sh $(PYTHONS)
 dist: $(INSTALLED) ## wheels and sdists of the three packages in dist/, checked by twine

@@ -31,11 +31,10 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import tomllib
 
 # Folders and top files of each package, lowest first. A layer imports only layers above it in this
 # list; what stands in one line does not import each other.

@@ -2,7 +2,7 @@
 
 The version of rkgb is taken as the truth; compared with it are the other packages' metadata, the
 exact pins of rockmate on its siblings, `__version__` where a package writes one, CITATION.cff and
-the newest entry of CHANGELOG.md.
+the newest entry of CHANGELOG.md. The smallest Python is one for all packages and texts.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import tomllib
-
+SAYING_PYTHON = ("README.md", "docs/index.md", "CONTRIBUTING.md", "constraints.txt")
 DISTRIBUTIONS = {"rkgb": "rkgb", "rotor": "rk-rotor", "rockmate": "rockmate"}
 
 
@@ -35,10 +35,17 @@ def problems(root: Path) -> Iterator[str]:
         written = re.search(r'^__version__\s*=\s*"(.*)"', init.read_text(), re.MULTILINE)
         if written and written[1] != version:
             yield f"{package}: __version__ is {written[1]}, the metadata says {version}"
+        python = project.get("requires-python")
+        if python != metadata["rkgb"].get("requires-python"):
+            yield f"{package}: it needs Python {python}, but rkgb another one"
         pins = {pin for pin in project["dependencies"] if is_sibling(pin)}
         wanted = {f"{name}=={version}" for name in siblings_of(package)}
         if pins != wanted:
             yield f"{package}: sibling pins {sorted(pins)}, wanted {sorted(wanted)}"
+    for name in filter(lambda name: (root / name).exists(), SAYING_PYTHON):
+        for least in re.findall(r"Python (3\.\d+) or newer", (root / name).read_text()):
+            if metadata["rkgb"].get("requires-python") != f">={least}":
+                yield f"{name}: Python {least}, but the packages say otherwise"
     citation = re.search(r"^version: (.*)$", (root / "CITATION.cff").read_text(), re.MULTILINE)
     if citation is None or citation[1].strip("\"'") != version:
         yield f"CITATION.cff: version {citation and citation[1]}, wanted {version}"

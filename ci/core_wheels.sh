@@ -2,7 +2,7 @@
 # Build the wheel of rotor with each Python that is at hand, and solve a chain with the core that it
 # holds, without torch: what cibuildwheel does for releases, for this machine alone.
 #
-#   ci/core_wheels.sh python3.10 python3.13
+#   ci/core_wheels.sh python3.11 python3.13
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)

@@ -23,7 +23,9 @@ def tree(tmp_path: Path) -> Path:
         pins = '"rkgb==1.2.3", "rk-rotor==1.2.3"' if package == "rockmate" else ""
         (tmp_path / package / "pyproject.toml").write_text(
             f'[project]\nname = "{distribution}"\nversion = "1.2.3"\ndependencies = [{pins}]\n'
+            'requires-python = ">=3.11"\n'
         )
+    (tmp_path / "README.md").write_text("It needs Python 3.11 or newer.\n")
     (tmp_path / "CITATION.cff").write_text("version: 1.2.3\n")
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.3\n")
     return tmp_path
@@ -193,6 +195,8 @@ def test_folders_of_benchmarks_have_layers(tree: Path) -> None:
         ("rockmate/pyproject.toml", "rkgb==1.2.3", "rkgb>=1.2.3", "rockmate: sibling pins"),
         ("rkgb/pyproject.toml", "[]", '["rk-rotor==1.2.3"]', "rkgb: sibling pins"),
         ("rkgb/src/rkgb/__init__.py", "1.2.3", "1.2.2", "rkgb: __version__ is 1.2.2"),
+        ("rotor/pyproject.toml", "3.11", "3.10", "rotor: it needs Python >=3.10"),
+        ("README.md", "3.11", "3.10", "README.md: Python 3.10"),
         ("CITATION.cff", "1.2.3", "1.2.2", "CITATION.cff"),
         ("CHANGELOG.md", "1.2.3", "1.2.2", "CHANGELOG.md"),
     ],
