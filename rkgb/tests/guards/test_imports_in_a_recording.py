@@ -29,3 +29,34 @@ def test_modules_of_torch_keep_the_builtins_of_python(
         sys.modules.pop("torch.made_here", None)
     assert tuple(made.found) == own == (getattr, hasattr)
     assert sys.meta_path == finders
+
+
+def test_what_runs_once_as_a_module_of_torch_is_loaded_is_no_decision_of_a_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch loads sympy and others, which read `globals()`: a part of the model would run whole."""
+    library = "kinds = sorted(globals())\nimport torch.also_made_here\n"
+    (tmp_path / "made_here.py").write_text("import library_of_torch\n", encoding="utf-8")
+    (tmp_path / "library_of_torch.py").write_text(library, encoding="utf-8")
+    (tmp_path / "also_made_here.py").write_text("found = 1\n", encoding="utf-8")
+    monkeypatch.setattr(torch, "__path__", [*torch.__path__, str(tmp_path)])
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def before() -> None:
+        globals()
+
+    def after() -> None:
+        globals()
+
+    watch = CodeWatch(lambda: "")
+    try:
+        with watch:
+            before()
+            importlib.import_module("torch.made_here")
+            after()
+    finally:
+        for name in ("torch.made_here", "torch.also_made_here", "library_of_torch"):
+            sys.modules.pop(name, None)
+    seen = {one.code.co_name: one for one in watch.seen.values()}
+    assert seen.keys() == {"before", "after"}
+    assert all(one.outside for one in seen.values())

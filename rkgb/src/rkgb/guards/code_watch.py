@@ -57,10 +57,13 @@ class Seen:
 
 
 class _TorchFinder(importlib.abc.MetaPathFinder):
-    """Imports modules of torch without `patches`: a compiler keeps the builtins that it finds."""
+    """Imports modules of torch, and what they import, while `watch` rests.
 
-    def __init__(self, patches: Patches) -> None:
-        self._patches = patches
+    A compiler keeps the builtins that it finds, and what runs once is no decision of a forward.
+    """
+
+    def __init__(self, watch: CodeWatch) -> None:
+        self._watch = watch
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if not fullname.startswith("torch."):
@@ -68,10 +71,10 @@ class _TorchFinder(importlib.abc.MetaPathFinder):
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
-            written, undone = loader.exec_module, self._patches.undone
+            written = loader.exec_module
 
             def execute(module: Any) -> None:
-                with undone():
+                with self._watch.importing():
                     written(module)
 
             loader.exec_module = execute
@@ -102,10 +105,10 @@ class CodeWatch:
         self._thread = 0
         self.trace: Any = None  # functions that may rest while nothing of the user's runs
         self.profile: Any = None
-        self._is_paused = False
+        self._is_paused = self._rests = False
         self._leave: Callable[[], None] = lambda: None
         self._named = Patches([(builtins, n, self._noting(n)) for n in ("getattr", "hasattr")])
-        self._finder = _TorchFinder(self._named)
+        self._finder = _TorchFinder(self)
 
     def __enter__(self) -> CodeWatch:
         self._thread = threading.get_ident()
@@ -154,9 +157,17 @@ class CodeWatch:
             sys.setprofile(self.profile)
         self._is_paused = False
 
+    def importing(self) -> contextlib.AbstractContextManager[Any]:
+        """Around an import of torch's: it notes nothing, and finds Python's own builtins."""
+        return self._named.undone() if self._is_paused else self.resting()
+
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
         """While active, note nothing: frames that are traced hold their arguments to the end."""
+        if self._rests:
+            yield
+            return
+        self._rests = True
         self._leave()
         is_ours = self.profile is not None and sys.getprofile() is self.profile
         if is_ours:
@@ -168,6 +179,7 @@ class CodeWatch:
             if is_ours:
                 sys.setprofile(self.profile)
             self._watch_starts()
+            self._rests = False
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[list[Seen]]:
