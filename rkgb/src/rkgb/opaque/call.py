@@ -102,6 +102,8 @@ class Call:
     structure: Structure  # of (args, kwargs)
     leaves: tuple[Any, ...]  # plain values; None for tensors
     places: tuple[int, ...]  # positions of the tensors among the leaves
+    # Positions where a tensor is given once more, and its number: Python may ask `query is key`.
+    again: tuple[tuple[int, int], ...]
     wanting: tuple[bool, ...]  # whether each tensor requires a gradient
     parameters: tuple[str, ...]  # of the whole model that may get a gradient
     grad_mode: bool
@@ -144,13 +146,15 @@ class Call:
         leaves = list(self.leaves)
         for place, value in zip((*self.places, *self.numbers), (*tensors, *numbers), strict=True):
             leaves[place] = value
+        for place, number in self.again:
+            leaves[place] = tensors[number]
         args, kwargs = self.structure.unflatten(leaves)
         return args, kwargs
 
 
 # What calls of one kind share, beside the function and the plain values.
 _ALIKE = (
-    *("path", "kind", "number", "structure", "places", "numbers", "wanting"),
+    *("path", "kind", "number", "structure", "places", "again", "numbers", "wanting"),
     *("grad_mode", "autocast", "function"),
 )
 

@@ -118,7 +118,16 @@ class PieceRecorder:
         trace, followed = self.recorder.numbers, list[int]()
         if trace is not None:
             leaves = trace.plain(leaves, followed)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors: list[Tensor] = []
+        places: list[int] = []
+        again: list[tuple[int, int]] = []
+        for place, leaf in enumerate(leaves):
+            known = [n for n, t in enumerate(tensors) if t is leaf] if function is None else []
+            if known:
+                again.append((place, known[0]))
+            elif isinstance(leaf, Tensor):
+                tensors.append(leaf)
+                places.append(place)
         grad_mode = torch.is_grad_enabled()
         self.count += 1
         return (
@@ -130,7 +139,8 @@ class PieceRecorder:
                 number=self.count - 1,
                 structure=structure,
                 leaves=tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
-                places=tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)),
+                places=tuple(places),
+                again=tuple(again),
                 wanting=tuple(grad_mode and t.requires_grad for t in tensors),
                 parameters=parameters if grad_mode else (),
                 grad_mode=grad_mode,
