@@ -92,6 +92,13 @@ class Place:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Replaces an argument among the leaves of a result: Python may ask `y is x`."""
+
+    number: int
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """One call of a submodule in the sample's step."""
@@ -104,6 +111,7 @@ class Call:
     places: tuple[int, ...]  # positions of the tensors among the leaves
     # Positions where a tensor is given once more, and its number: Python may ask `query is key`.
     again: tuple[tuple[int, int], ...]
+    own: tuple[tuple[int, str], ...]  # positions of tensors of the submodule, and their paths
     wanting: tuple[bool, ...]  # whether each tensor requires a gradient
     parameters: tuple[str, ...]  # of the whole model that may get a gradient
     grad_mode: bool
@@ -141,20 +149,29 @@ class Call:
         return tuple(self.leaves[place] for place in self.numbers)
 
     def arguments(
-        self, tensors: Sequence[Tensor], numbers: Sequence[float]
+        self, model: nn.Module, tensors: Sequence[Tensor], numbers: Sequence[float]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (args, kwargs) with these tensors and numbers, and those of `model` itself."""
         leaves = list(self.leaves)
         for place, value in zip((*self.places, *self.numbers), (*tensors, *numbers), strict=True):
             leaves[place] = value
         for place, number in self.again:
             leaves[place] = tensors[number]
+        for place, name in self.own:
+            leaves[place] = _tensor_of(model, name)
         args, kwargs = self.structure.unflatten(leaves)
         return args, kwargs
 
 
+def _tensor_of(model: nn.Module, name: str) -> Tensor | None:
+    path, _, own = name.rpartition(".")
+    owner = model.get_submodule(path)
+    return owner._parameters[own] if own in owner._parameters else owner._buffers[own]
+
+
 # What calls of one kind share, beside the function and the plain values.
 _ALIKE = (
-    *("path", "kind", "number", "structure", "places", "again", "numbers", "wanting"),
+    *("path", "kind", "number", "structure", "places", "again", "own", "numbers", "wanting"),
     *("grad_mode", "autocast", "function"),
 )
 
@@ -186,9 +203,8 @@ def run_call(
                 inner.ends.append(None)
         with _own_parameters(model, module, call.parameters, inner.refuse_foreign) as parameters:
             inner.ends += [parameters[name] for name in call.parameters]
-            args, kwargs = call.arguments(
-                inputs, call.own_numbers() if numbers is None else numbers
-            )
+            given = call.own_numbers() if numbers is None else numbers
+            args, kwargs = call.arguments(model, inputs, given)
             with inner.saving(), as_written(inner.in_checkpoint):
                 run = module if call.function is None else call.function.apply
                 result = run(*args, **kwargs)
@@ -260,12 +276,18 @@ def _replace_listed(module: nn.Module, others: Mapping[int, Tensor]) -> None:
                     value[key] = other
 
 
-def taken_apart(call: Call, result: Any) -> tuple[list[Any], list[Tensor], Structure]:
+def taken_apart(
+    call: Call, result: Any, inputs: Sequence[Tensor]
+) -> tuple[list[Any], list[Tensor], Structure]:
     """Return (leaves of a result with `Place` for tensors, its tensors, its structure).
 
-    A tensor that a module returns twice is listed once; a Function has a gradient for each.
+    A tensor that a module returns twice is listed once, and one of its `inputs` not at all, for
+    which `Given` stands; a Function has a gradient for each.
     """
     leaves, structure = flatten(result)
+    if call.function is None:
+        given = {id(tensor): Given(number) for number, tensor in enumerate(inputs)}
+        leaves = [given.get(id(leaf), leaf) for leaf in leaves]
     tensors: list[Tensor] = []
     known: dict[int, Place] = {}
     for at, leaf in enumerate(leaves):

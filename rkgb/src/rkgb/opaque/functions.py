@@ -99,7 +99,7 @@ def _forward(pieces: PieceRecorder, kind: type[Function]) -> Any:
         pairs = zip(made, piece.differentiable, strict=True)
         ctx.mark_non_differentiable(*(t for t, differentiable in pairs if not differentiable))
         link.named(made)
-        return piece.result(made)
+        return piece.result(made, ())
 
     return forward
 

@@ -30,7 +30,7 @@ from rkgb.errors import OpaquePieceError, shown
 from rkgb.guards.contents import Contents
 from rkgb.guards.outside import Readable
 from rkgb.module_state.start_of_call import BufferContents, ModuleState
-from rkgb.opaque.call import Call, Place, TensorKind, run_call, same_plain_value, taken_apart
+from rkgb.opaque.call import Call, Given, Place, TensorKind, run_call, same_plain_value, taken_apart
 from rkgb.opaque.gradients import added, gradients_of
 from rkgb.opaque.inner_graph import InnerGraph
 from rkgb.torch_api.quiet import without_prints
@@ -79,9 +79,12 @@ class Piece:
     checkpoints: bool = False  # plain PyTorch runs a part of it again in the backward
     over: dict[str, int] = field(default_factory=dict)  # largest held bytes above `held_bytes`
 
-    def result(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the result of the call, with these tensors."""
-        kept = [tensors[p.number] if isinstance(p, Place) else p for p in self.plain]
+    def result(self, tensors: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
+        """Return the result of the call, with these tensors that it made and that it was given."""
+        kept = list(self.plain)
+        for at, leaf in enumerate(kept):
+            if isinstance(leaf, (Place, Given)):
+                kept[at] = (tensors if isinstance(leaf, Place) else given)[leaf.number]
         return self.results.unflatten(kept)
 
     @property
@@ -116,7 +119,7 @@ class Piece:
         count = len(self.call.places)
         tensors, numbers = given[:count], given[count:]
         result, inner, inputs, _ = run_call(self.call, model, tensors, numbers)
-        leaves, results, structure = taken_apart(self.call, result)
+        leaves, results, structure = taken_apart(self.call, result, inputs)
         if structure != self.results or len(leaves) != len(self.plain):
             raise self._differs(f"a result like {structure}, not like {self.results}")
         for leaf, plain in zip(leaves, self.plain, strict=True):
@@ -169,12 +172,14 @@ _COSTS = (
     *("buffer_bytes", "held_bytes", "workspace_bytes", "freeing_workspace_bytes"),
 )
 _CALLS = (
-    *("path", "kind", "number", "places", "numbers", "wanting", "parameters", "function"),
-    "left",
+    *("path", "kind", "number", "places", "again", "own", "numbers", "wanting", "parameters"),
+    *("function", "left"),
 )
 
 
 def _in_words(leaf: Any) -> str:
+    if isinstance(leaf, Given):
+        return f"argument {leaf.number}"
     return f"tensor {leaf.number}" if isinstance(leaf, Place) else shown(leaf)
 
 

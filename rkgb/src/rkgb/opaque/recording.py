@@ -84,7 +84,7 @@ class PieceRecorder:
             outputs = self._connected(piece, made, tensors, inputs, followed)
         if piece.checkpoints:
             self.recorder.places.note_again(path)
-        result = piece.result(outputs)
+        result = piece.result(outputs, tensors)
         if piece.call.left:
             result, *values = result
             for (place, name), value in zip(piece.call.left, values, strict=True):
@@ -118,16 +118,7 @@ class PieceRecorder:
         trace, followed = self.recorder.numbers, list[int]()
         if trace is not None:
             leaves = trace.plain(leaves, followed)
-        tensors: list[Tensor] = []
-        places: list[int] = []
-        again: list[tuple[int, int]] = []
-        for place, leaf in enumerate(leaves):
-            known = [n for n, t in enumerate(tensors) if t is leaf] if function is None else []
-            if known:
-                again.append((place, known[0]))
-            elif isinstance(leaf, Tensor):
-                tensors.append(leaf)
-                places.append(place)
+        tensors, places, again, own = _by_identity(leaves, self.twin, path, function)
         grad_mode = torch.is_grad_enabled()
         self.count += 1
         return (
@@ -139,8 +130,9 @@ class PieceRecorder:
                 number=self.count - 1,
                 structure=structure,
                 leaves=tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
-                places=tuple(places),
-                again=tuple(again),
+                places=places,
+                again=again,
+                own=own,
                 wanting=tuple(grad_mode and t.requires_grad for t in tensors),
                 parameters=parameters if grad_mode else (),
                 grad_mode=grad_mode,
@@ -326,3 +318,37 @@ class PieceRecorder:
             outputs = list(Connect.apply(link, list(made), *tensors, *parameters))  # type: ignore[no-untyped-call]
         link.named(outputs)
         return outputs
+
+
+def _by_identity(
+    leaves: Sequence[Any], twin: nn.Module, path: str, function: Any
+) -> tuple[list[Tensor], tuple[int, ...], tuple[tuple[int, int], ...], tuple[tuple[int, str], ...]]:
+    """Return the tensors among leaves, their places, where they are again, and the module's own.
+
+    Python may ask which of them are one object. A Function has a gradient for each argument.
+    """
+    tensors: list[Tensor] = []
+    places: list[int] = []
+    again: list[tuple[int, int]] = []
+    own: list[tuple[int, str]] = []
+    known: dict[int, int] = {}
+    held = {} if function is not None else _tensors_of(twin, path)
+    for place, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            continue
+        if id(leaf) in held:
+            own.append((place, held[id(leaf)]))
+        elif id(leaf) in known and function is None:
+            again.append((place, known[id(leaf)]))
+        else:
+            known[id(leaf)] = len(tensors)
+            tensors.append(leaf)
+            places.append(place)
+    return tensors, tuple(places), tuple(again), tuple(own)
+
+
+def _tensors_of(twin: nn.Module, path: str) -> dict[int, str]:
+    """Return the names of the parameters and buffers inside a submodule, by their identity."""
+    module, around = twin.get_submodule(path), f"{path}." if path else ""
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {id(tensor): f"{around}{name}" for name, tensor in named}

@@ -240,7 +240,7 @@ class _Runs:
         """
         own = [tensor.detach().clone() for tensor in self.tensors]
         result, inner, inputs, given = run_call(self.call, self.twin, own)
-        _, made, _ = taken_apart(self.call, result)
+        _, made, _ = taken_apart(self.call, result, inputs)
         inner.finish(inputs, made)
         resident = {storage_id(t) for t in (*self.twin.parameters(), *self.twin.buffers())}
         watched = {
@@ -270,7 +270,7 @@ class _Runs:
         most = TakingMost() if self.takes_by_values and span is not None else nothing
         with most, _in(span, "forward"):
             result, inner, inputs, given = run_call(call, self.twin, tensors)
-            leaves, results, structure = taken_apart(call, result)
+            leaves, results, structure = taken_apart(call, result, inputs)
             inner.finish(inputs, results)
         middle = time.perf_counter()
         self._refuse_changes(versions, inputs, given)
