@@ -112,3 +112,13 @@ def test_a_change_of_what_a_backward_reads_is_refused(
     model.train()
     SCALES["outer"] = 2.0
     assert all(map(torch.equal, _step(rk, model, id), _step(twin, twin, id)))
+
+
+def test_a_number_counts_as_in_other_guards() -> None:
+    """A zero of another sign is another number; the same one may be set again."""
+    model = Checkpointed(reentrant=False)
+    model.scale = 0.0
+    rk = Rockmate(model, torch.randn(4, 8), 2**20)
+    _step(rk, model, lambda m: setattr(m, "scale", float("0.0")))
+    with pytest.raises(UnsupportedModuleError, match="'scale' of module"):
+        _step(rk, model, lambda m: setattr(m, "scale", -0.0))

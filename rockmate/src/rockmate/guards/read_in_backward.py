@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterator
+from collections.abc import Container, Hashable, Iterator
 from operator import is_
 from types import FunctionType, NoneType
 from typing import Any
 
 from torch import nn
 
-from rkgb.guards import Sources, Watched, is_users
+from rkgb.guards import Sources, Watched, content_of, is_users
 from rockmate.errors import UnsupportedModuleError
 from rockmate.guards.tables import Tables
 
@@ -71,8 +71,7 @@ class PythonOfBackward:
             if all(map(is_, map(table.get, names), values)):
                 continue
             for name, known in zip(names, values, strict=True):
-                found = table.get(name)
-                if found is not known and (type(found) is not type(known) or found != known):
+                if _counts_as(table.get(name)) != _counts_as(known):
                     yield f"attribute '{name}' of module '{path or '(root)'}'"
 
     def refuse_changes(self, model_name: str) -> None:
@@ -88,3 +87,8 @@ class PythonOfBackward:
                 "since the forward, whose plan was made with what was there then. Change it after "
                 "the backward, or run the forward of that step under `with rockmate.plain():`."
             )
+
+
+def _counts_as(value: Any) -> Hashable:
+    """Return what a plain value counts as in all guards: 0.0 is not -0.0, and nan is nan."""
+    return content_of(value, frozenset())
