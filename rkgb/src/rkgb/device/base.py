@@ -114,8 +114,7 @@ def no_collection() -> Iterator[None]:
     """While active, Python's garbage collection is off.
 
     A capture makes a hundred objects per operation, drops few, and has none in cycles. Each
-    collection visits all objects, so collections would take a third of a long capture. While memory
-    is metered, memory freed by a collection would count as released by the step. Objects made
+    collection visits all objects, so collections would take a third of a long capture. Objects made
     meanwhile stay young, so `Device.give_back` still finds cycles among them.
     """
     with _lock:

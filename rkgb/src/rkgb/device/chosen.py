@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from rkgb.device.base import Device
+from rkgb.device.base import Device, no_collection
 from rkgb.device.cpu import Cpu
 from rkgb.device.cuda import Cuda
 from rkgb.device.trace import MemoryTrace, Span
@@ -52,9 +52,11 @@ def device_of(where: torch.device | str) -> Device:
 def trace_memory(run: Callable[[Span], object], device: torch.device) -> MemoryTrace:
     """Call `run(span)` and return its memory; `span(name)` is a context manager for parts of it.
 
-    Spans must not overlap. The result of `run` is dropped after the measurement.
+    Spans must not overlap. The result of `run` is dropped after the measurement. Meanwhile Python
+    collects no garbage: what it frees at some moment would count as freed by the step.
     """
-    return device_of(device).trace_memory(run)
+    with no_collection():
+        return device_of(device).trace_memory(run)
 
 
 @contextlib.contextmanager

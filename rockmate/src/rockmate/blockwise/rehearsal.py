@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rkgb.device import Span, no_collection
+from rkgb.device import Span
 from rkgb.elements import flatten
 from rkgb.engine import trace_memory
 from rkgb.module_state import (
@@ -145,8 +145,7 @@ def trace_step(
             start.restore()  # with other random numbers it might take other branches
             restore()
             again()
-            with no_collection():  # what it frees at some moment would count as this step's
-                traces.append(trace_memory(run, device))
+            traces.append(trace_memory(run, device))
     trace = min(traces, key=lambda trace: trace.lasting_peak_bytes)
     marks = [Mark(s.name, s.start_bytes, s.next_peak_bytes) for s in trace.spans]
     return trace.lasting_peak_bytes, tuple(marks)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb import RkgbError
-from rkgb.device import RngState, no_collection
+from rkgb.device import RngState
 from rkgb.elements import flatten, same_bits
 from rkgb.engine import Sample, trace_memory
 from rkgb.graphs import autocast_as
@@ -93,7 +93,7 @@ def run_step(
             ) from error
 
     try:
-        with results, no_collection(), without_prints():
+        with results, without_prints():
             trace = trace_memory(run, device)
         end = RngState.save(device)
     finally:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rkgb.device import no_collection
 from rkgb.elements import own_copy
 from rkgb.engine import B_to_D, Sample, device_of, record, runnable
 from rkgb.graphs import BackwardKind
@@ -90,7 +89,7 @@ def _planned_anew(request: Request) -> Planned:
         )  # measured together with the other form
     eager: StepResult | None = None
     if settings.self_test or fraction is not None:
-        with phases.phase("eager"), no_collection():
+        with phases.phase("eager"):
             keep: Keep = "nothing"
             if settings.self_test:  # compiled pieces are compared by values
                 keep = "values" if settings.compile else "fingerprints"
