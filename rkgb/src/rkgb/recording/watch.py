@@ -251,10 +251,6 @@ def transparent_checkpoints(around: Around = contextlib.nullcontext) -> Iterator
         with around(), torch.set_grad_enabled(wants and torch.is_grad_enabled()):
             return function(*args)
 
-    def surroundings(*_args: Any, **_kwargs: Any) -> Iterator[None]:
-        with around():
-            yield
-
     # Its first call would load torch's compiler, only to disable it.
     plain = getattr(torch_checkpoint.checkpoint, "__wrapped__", None)
     loads = plain is not None and not hasattr(plain, "__dynamo_disable")
@@ -264,7 +260,10 @@ def transparent_checkpoints(around: Around = contextlib.nullcontext) -> Iterator
         with Patches(
             [
                 (torch_checkpoint.CheckpointFunction, "apply", apply),
-                (torch_checkpoint, _surroundings_of_checkpoints(), surroundings),
+                (
+                    *(torch_checkpoint, _surroundings_of_checkpoints()),
+                    functools.partial(_surroundings, around),
+                ),
             ]
         ):
             yield
@@ -273,9 +272,10 @@ def transparent_checkpoints(around: Around = contextlib.nullcontext) -> Iterator
             delattr(plain, "__dynamo_disable")
 
 
-def _no_surroundings(*_args: Any, **_kwargs: Any) -> Iterator[None]:
-    """Do nothing around the function of a checkpoint."""
-    yield
+def _surroundings(around: Around, *_args: Any, **_kwargs: Any) -> Iterator[None]:
+    """Stand in for what torch does around the function of a checkpoint."""
+    with around():
+        yield
 
 
 @functools.cache
@@ -297,7 +297,8 @@ def _surroundings_of_checkpoints() -> str:
     )
     names = ("_checkpoint_without_reentrant_generator_impl", _OLDER_SURROUNDINGS)
     once = functools.partial(checkpoint, reentrant=False)
-    return called_of(torch_checkpoint, names, once, feature, _no_surroundings)
+    nothing = functools.partial(_surroundings, contextlib.nullcontext)
+    return called_of(torch_checkpoint, names, once, feature, nothing)
 
 
 @contextlib.contextmanager

@@ -59,15 +59,14 @@ def resized(request: Request) -> Planned | None:
         plan = without_reruns(network, plan)
         with phases.phase("compilation"):
             planned = compiled_plan(network, plan, sample, budget_bytes, phases)
-        anew = partial(_planned_anew, settings.effort, request.blocks) if is_foreseen else None
-        return replace(
+        planned = replace(
             planned,
             how="resized",
             family=like.planned.family,
             most_kept_bytes=settings.most_kept_bytes,
-            other_gradients=anew,
             blocks_bytes=blocks_bytes,
         )
+        return _planning_for_others(planned, request) if is_foreseen else planned
 
     try:
         if not (settings.self_test and has_blocks(sample)):
@@ -107,12 +106,17 @@ def _planned_anew(
 
 def ready_for_others(planned: Planned, request: Request) -> Planned:
     """Return a plan that is extended so that other gradients may also arrive."""
-    kind, settings = planned.network.basic.kind, request.settings
+    kind = planned.network.basic.kind
     in_pieces = planned.network.has_pieces and not kind.is_of_losses_alone
     if planned.other_gradients is not None or in_pieces:
         return planned
-    anew = partial(_planned_anew, settings.effort, request.blocks)
-    return replace(planned, most_kept_bytes=settings.most_kept_bytes, other_gradients=anew)
+    planned = replace(planned, most_kept_bytes=request.settings.most_kept_bytes)
+    return _planning_for_others(planned, request)
+
+
+def _planning_for_others(planned: Planned, request: Request) -> Planned:
+    anew = partial(_planned_anew, request.settings.effort, request.blocks)
+    return replace(planned, other_gradients=anew)
 
 
 def _same_in_other_sizes(known: Sequence[Planned], recorded: RunnableGraph) -> Version | None:
