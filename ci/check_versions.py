@@ -42,6 +42,9 @@ def problems(root: Path) -> Iterator[str]:
         wanted = {f"{name}=={version}" for name in siblings_of(package)}
         if pins != wanted:
             yield f"{package}: sibling pins {sorted(pins)}, wanted {sorted(wanted)}"
+    ruff = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["ruff"]["target-version"]
+    if metadata["rkgb"].get("requires-python") != f">={ruff[2]}.{ruff[3:]}":
+        yield f"pyproject.toml: ruff checks for {ruff}, but the packages say otherwise"
     for name in filter(lambda name: (root / name).exists(), SAYING_PYTHON):
         for least in re.findall(r"Python (3\.\d+) or newer", (root / name).read_text()):
             if metadata["rkgb"].get("requires-python") != f">={least}":

@@ -25,6 +25,7 @@ def tree(tmp_path: Path) -> Path:
             f'[project]\nname = "{distribution}"\nversion = "1.2.3"\ndependencies = [{pins}]\n'
             'requires-python = ">=3.11"\n'
         )
+    (tmp_path / "pyproject.toml").write_text('[tool.ruff]\ntarget-version = "py311"\n')
     (tmp_path / "README.md").write_text("It needs Python 3.11 or newer.\n")
     (tmp_path / "CITATION.cff").write_text("version: 1.2.3\n")
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.3\n")
@@ -197,6 +198,7 @@ def test_folders_of_benchmarks_have_layers(tree: Path) -> None:
         ("rkgb/src/rkgb/__init__.py", "1.2.3", "1.2.2", "rkgb: __version__ is 1.2.2"),
         ("rotor/pyproject.toml", "3.11", "3.10", "rotor: it needs Python >=3.10"),
         ("README.md", "3.11", "3.10", "README.md: Python 3.10"),
+        ("pyproject.toml", "py311", "py310", "pyproject.toml: ruff checks for py310"),
         ("CITATION.cff", "1.2.3", "1.2.2", "CITATION.cff"),
         ("CHANGELOG.md", "1.2.3", "1.2.2", "CHANGELOG.md"),
     ],
