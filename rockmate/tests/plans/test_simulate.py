@@ -185,8 +185,13 @@ def test_plans_are_saved_and_checked_on_loading(tmp_path) -> None:
         Plan.load(tmp_path / "plan.json", gpt_problem(1))
     with pytest.raises(InvalidPlanError, match="expected a plan in format"):
         Plan.from_json("{}")
-    with pytest.raises(InvalidPlanError, match="expected a saved plan"):
+    with pytest.raises(InvalidPlanError, match="found no JSON"):
         Plan.from_json("no json")
+    text = plan.to_json()
+    with pytest.raises(InvalidPlanError, match=r"plan\.peak_bytes: expected int, found '23'"):
+        Plan.from_json(text.replace('"peak_bytes": 23', '"peak_bytes": "23"', 1))
+    with pytest.raises(InvalidPlanError, match="'3:5-9' is no move"):
+        Plan.from_json(text.replace('"steps"', '"moves": "3:5-9", "steps"', 1))
 
 
 def test_steps_as_text() -> None:

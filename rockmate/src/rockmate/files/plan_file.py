@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from rockmate.errors import InvalidPlanError, PlanFileError
-from rockmate.files.rows import all_finite, from_row, parse, row_of
 from rockmate.problems.link import Link
 from rockmate.problems.problem import Problem
+from rockmate.problems.rows import all_finite, from_row, parse, row_of
 from rockmate.schedules.moves import moves_from_text
 from rockmate.schedules.plan import OpaquePiece, Plan
 from rockmate.schedules.simulate import simulate

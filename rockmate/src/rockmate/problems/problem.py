@@ -16,12 +16,13 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from rockmate.problems.link import Link
+from rockmate.problems.rows import from_row, parse, row_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,26 +245,16 @@ class Problem:
 
     def to_json(self) -> str:
         """Return the problem as JSON text; `from_json` gives an equal problem back."""
-        return json.dumps(
-            {
-                "nodes": [dataclasses.asdict(node) for node in self.nodes],
-                "storages": [dataclasses.asdict(storage) for storage in self.storages],
-                **({} if self.link is None else {"link": dataclasses.asdict(self.link)}),
-            }
-        )
+        return json.dumps(row_of(self))
 
     @classmethod
     def from_json(cls, text: str) -> Problem:
-        """Read what `to_json` wrote."""
-        data: Mapping[str, Any] = json.loads(text)
-        storages = []
-        for row in data["storages"]:
-            fields: dict[str, Any] = dict(row)
-            for key in ("fwd_users", "bwd_users"):
-                fields[key] = tuple(fields[key])
-            storages.append(Storage(**fields))
-        link = Link(**data["link"]) if "link" in data else None
-        return cls(tuple(Node(**row) for row in data["nodes"]), tuple(storages), link)
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanFileError: the text is no problem.
+        """
+        return from_row(cls, parse(text), "problem")
 
 
 def indices_of(mask: int) -> list[int]:

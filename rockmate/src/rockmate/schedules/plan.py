@@ -11,9 +11,10 @@ from typing import Any
 
 from rockmate.errors import InvalidPlanError
 from rockmate.problems.problem import Problem
+from rockmate.problems.rows import from_row, parse, row_of
 from rockmate.schedules.moves import Moves, moves_from_text, moves_to_text
 from rockmate.schedules.simulate import simulate
-from rockmate.schedules.steps import Steps, steps_from_text, steps_to_text
+from rockmate.schedules.steps import Steps
 
 _FORMAT = 1  # increased when plans of an older version can no longer be read
 
@@ -118,8 +119,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text; `from_json` gives an equal plan back."""
-        data = dataclasses.asdict(self)
-        data["steps"] = steps_to_text(self.steps)
+        data = row_of(self)
         if self.moves:
             data["moves"] = moves_to_text(self.moves)
         else:  # as plans without moves have always been written
@@ -133,24 +133,18 @@ class Plan:
         Raises:
             InvalidPlanError: the text is not a plan of this version.
         """
-        try:
-            data: dict[str, Any] = dict(json.loads(text))
-            version = data.pop("rockmate_plan", None)
-            if version != _FORMAT:
-                raise InvalidPlanError(
-                    f"expected a plan in format {_FORMAT}, found format {version!r}; "
-                    f"save it again with this version of rockmate"
-                )
-            data["steps"] = steps_from_text(data["steps"])
-            data["moves"] = moves_from_text(data.get("moves", ""))
-            data["tried"] = tuple(Trial(**row) for row in data["tried"])
-            return cls(**data)
-        except (TypeError, KeyError, ValueError) as error:
-            if isinstance(error, InvalidPlanError):
-                raise
+        data = parse(text)
+        version = data.pop("rockmate_plan", None) if isinstance(data, dict) else None
+        if version != _FORMAT:
             raise InvalidPlanError(
-                f"expected a saved plan, found something else: {error}"
-            ) from error
+                f"expected a plan in format {_FORMAT}, found format {version!r}; "
+                f"save it again with this version of rockmate"
+            )
+        try:
+            moves = moves_from_text(str(data.pop("moves", "")))
+        except ValueError as error:
+            raise InvalidPlanError(f"expected a saved plan, found in it: {error}") from error
+        return dataclasses.replace(from_row(cls, data, "plan"), moves=moves)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to one JSON file."""

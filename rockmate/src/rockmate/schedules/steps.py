@@ -15,6 +15,13 @@ class Step(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind}{self.node}"
 
+    @classmethod
+    def of_text(cls, word: str) -> Step:
+        """Read what `str` wrote."""
+        if word[:1] not in ("F", "B") or not word[1:].isdigit():
+            raise ValueError(f"{word!r} is no step; expected F or B and the number of a node")
+        return cls("F" if word[0] == "F" else "B", int(word[1:]))
+
 
 Steps = tuple[Step, ...]
 
@@ -41,9 +48,4 @@ def steps_to_text(steps: Iterable[Step]) -> str:
 
 def steps_from_text(text: str) -> Steps:
     """Read what `steps_to_text` wrote."""
-    steps = []
-    for word in text.split():
-        if word[:1] not in ("F", "B") or not word[1:].isdigit():
-            raise ValueError(f"{word!r} is no step; expected F or B and the number of a node")
-        steps.append(Step("F" if word[0] == "F" else "B", int(word[1:])))
-    return tuple(steps)
+    return tuple(map(Step.of_text, text.split()))

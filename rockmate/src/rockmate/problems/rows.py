@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from rockmate.errors import PlanFileError
-from rockmate.schedules.steps import Step, steps_from_text, steps_to_text
 
 Row = TypeVar("Row")
 
@@ -43,9 +42,10 @@ def _refuse_constant(name: str) -> Any:
 
 
 def row_of(value: Any) -> Any:
-    """Return a dataclass in the types of JSON; steps become one line of text.
+    """Return a dataclass in the types of JSON.
 
     Fields that are None by default are left out, so that files without them stay as they were.
+    A tuple of what has an `of_text` (steps) becomes one line of text.
     """
     if dataclasses.is_dataclass(value):
         fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
@@ -53,8 +53,8 @@ def row_of(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: row_of(item) for key, item in value.items()}
     if isinstance(value, tuple):
-        if value and isinstance(value[0], Step):
-            return steps_to_text(value)
+        if value and hasattr(value[0], "of_text"):
+            return " ".join(map(str, value))
         return [row_of(item) for item in value]
     return value
 
@@ -63,18 +63,16 @@ def from_row(kind: type[Row], row: Any, place: str) -> Row:
     """Return the dataclass `kind` that a row describes; `place` names it in errors.
 
     Raises:
-        PlanFileError: a field is missing, unknown, or of another type; or the dataclass refuses
-            the values.
+        PlanFileError: a field without a default is missing, or one is unknown or of another type;
+            or the dataclass refuses the values.
     """
     if not isinstance(row, dict):
         raise PlanFileError(f"{place}: expected fields, found {_told(row)}")
-    hints = _hints(cast(Any, kind))
-    none = {f.name: None for f in dataclasses.fields(cast(Any, kind)) if f.default is None}
-    row = {**none, **row}
-    if row.keys() != hints.keys():
-        wrong = ", ".join(sorted(map(str, row.keys() ^ hints.keys()))[:4])
-        raise PlanFileError(f"{place}: fields that are missing or unknown: {wrong[:200]}")
-    values = {name: _read(hints[name], row[name], f"{place}.{name}") for name in hints}
+    hints, needed = _hints(cast(Any, kind))
+    if wrong := (row.keys() - hints.keys()) | (needed - row.keys()):
+        told = ", ".join(sorted(map(str, wrong))[:4])
+        raise PlanFileError(f"{place}: fields that are missing or unknown: {told[:200]}")
+    values = {name: _read(hints[name], own, f"{place}.{name}") for name, own in row.items()}
     try:
         return kind(**values)
     except ValueError as error:
@@ -84,9 +82,12 @@ def from_row(kind: type[Row], row: Any, place: str) -> Row:
 
 
 @functools.cache
-def _hints(kind: Any) -> Mapping[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+def _hints(kind: Any) -> tuple[Mapping[str, Any], frozenset[str]]:
+    """Return the types of the fields, and which have no default."""
+    hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
+    none = dataclasses.MISSING
+    needed = {f.name for f in fields if f.default is none and f.default_factory is none}
+    return {field.name: hints[field.name] for field in fields}, frozenset(needed)
 
 
 def _read(hint: Any, value: Any, place: str) -> Any:
@@ -98,8 +99,11 @@ def _read(hint: Any, value: Any, place: str) -> Any:
             return None
         (hint,) = (option for option in of if option is not type(None))
         return _read(hint, value, place)
-    if origin is tuple and of[0] is Step:
-        return _steps(value, place)
+    if origin is tuple and hasattr(of[0], "of_text"):
+        try:
+            return tuple(map(of[0].of_text, _typed(str, value, place).split()))
+        except ValueError as error:
+            raise PlanFileError(f"{place}: {str(error)[:200]}") from None
     if origin is tuple:
         items = _typed(list, value, place)
         return tuple(_read(of[0], item, f"{place}[{i}]") for i, item in enumerate(items))
@@ -120,15 +124,6 @@ def _number_or_text(hint: Any, value: Any, place: str) -> Any:
     if hint is int and abs(value) > _MOST:
         raise PlanFileError(f"{place}: {_told(value)} is too large for a size")
     return value
-
-
-def _steps(value: Any, place: str) -> tuple[Step, ...]:
-    try:
-        return steps_from_text(_typed(str, value, place))
-    except ValueError as error:
-        if isinstance(error, PlanFileError):
-            raise
-        raise PlanFileError(f"{place}: {str(error)[:200]}") from None
 
 
 def _typed(kind: Any, value: Any, place: str) -> Any:
