@@ -8,6 +8,7 @@ first write, and arguments).
 from rkgb.module_state.kept_writes import KeptTensors, KeptWrites, ParameterPlaces
 from rkgb.module_state.start_of_call import (
     BufferContents,
+    FirstRun,
     Lent,
     ModuleState,
     PythonRandom,
@@ -17,6 +18,7 @@ from rkgb.module_state.start_of_call import (
 
 __all__ = [
     "BufferContents",
+    "FirstRun",
     "KeptTensors",
     "KeptWrites",
     "Lent",

@@ -16,7 +16,7 @@ from rkgb.device.rng import KeptGenerators
 from rkgb.elements.tensor_info import same_values
 from rkgb.guards.code_watch import CodeWatch
 from rkgb.guards.contents import OF_MODULE, Contents, Reached, has_content, is_used_up
-from rkgb.guards.outside import Outside, OutsideState
+from rkgb.guards.outside import Outside, OutsideState, Readable
 from rkgb.torch_api.compiled_code import uncompiled
 from rkgb.torch_api.private.autograd import set_version
 
@@ -135,11 +135,11 @@ class BufferContents:
         self.copies = [(b, b.detach().clone()) for b in (*buffers, *others)]
         self._versions = [(b, b._version) for b, _ in self.copies if not b.is_inference()]
 
-    def restore(self) -> None:
-        """Restore contents that have changed."""
+    def restore(self, *, raises_versions: bool = True) -> None:
+        """Restore contents; where versions stay as they are, older autograd graphs stay valid."""
         with torch.no_grad():
             for buffer, copy in self.copies:
-                buffer.copy_(copy)
+                (buffer if raises_versions else buffer.data).copy_(copy)
 
     def undo(self) -> None:
         """Restore contents and versions, so that older autograd graphs stay valid."""
@@ -182,6 +182,55 @@ class StartOfCall:
         self.stream.restore()
         self.state.restore()
         self.buffers.undo()
+
+
+class FirstRun:
+    """The state at the first run of a part of a model, for a second run from there.
+
+    The contents of the tensors `copied` are part of it, and what its Python may read outside.
+    With a `device`, the random states are, too.
+    """
+
+    def __init__(
+        self,
+        part: nn.Module,
+        copied: Iterable[Tensor],
+        reads: Iterable[Readable],
+        *,
+        around: nn.Module | None = None,
+        device: torch.device | None = None,
+        raises_versions: bool = False,
+    ) -> None:
+        self._part, self._around, self._device = part, around, device
+        self._copied, self._raises = [*copied], raises_versions
+        self._outside = [one.now() for one in reads]
+        self._then = self._now()
+
+    @contextlib.contextmanager
+    def as_then(self) -> Iterator[None]:
+        """Set this state, and restore the present one at exit."""
+        now, outside = self._now(), [one.as_now() for one in self._outside]
+        self._restore(*self._then)
+        for one in self._outside:
+            one.lend()
+        try:
+            yield
+        finally:
+            for present in outside:
+                present.restore()
+            self._restore(*now)
+
+    def _now(self) -> tuple[KeptGenerators | None, ModuleState, BufferContents]:
+        stream = None if self._device is None else KeptGenerators.keep(self._device)
+        return stream, ModuleState(self._part, self._around), BufferContents(self._copied)
+
+    def _restore(
+        self, stream: KeptGenerators | None, state: ModuleState, contents: BufferContents
+    ) -> None:
+        if stream is not None:
+            stream.restore()
+        state.restore()
+        contents.restore(raises_versions=self._raises)
 
 
 def numpy_state() -> Any:

@@ -12,9 +12,8 @@ operations were recorded with them; otherwise the step raises an error.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,9 +26,8 @@ from rkgb.elements.target import OpCost, Target, running_model
 from rkgb.elements.tensor_info import storage_id
 from rkgb.elements.trees import Structure
 from rkgb.errors import OpaquePieceError, shown
-from rkgb.guards.contents import Contents
 from rkgb.guards.outside import Readable
-from rkgb.module_state.start_of_call import BufferContents, ModuleState
+from rkgb.module_state.start_of_call import FirstRun
 from rkgb.opaque.call import Call, Given, Place, TensorKind, run_call, same_plain_value, taken_apart
 from rkgb.opaque.gradients import added, gradients_of
 from rkgb.opaque.inner_graph import InnerGraph
@@ -251,7 +249,7 @@ class RunPieceAgain(_OfPiece):
 
     def __call__(self, *given: Any) -> tuple[Any, ...]:
         *taken, before = given
-        with before.as_then():
+        with before.start.as_then(), without_prints():
             made, inner = self.piece.run(taken)
         before.compare(made, inner)
         return (*made, inner, None)
@@ -352,13 +350,13 @@ class _Before:
     """The state at the first run, and the trail that a recomputation must have."""
 
     def __init__(self, piece: Piece) -> None:
-        module = running_model().get_submodule(piece.call.path)
-        self.piece, self.module = piece, module
-        self.state = ModuleState(module, running_model())
-        self.outside = Contents() if piece.reads is None else piece.reads.now()
-        self.written = [running_model().get_parameter(name) for name in piece.written]
-        self.buffers = BufferContents(module, self.written) if piece.buffer_bytes else None
+        model, self.piece = running_model(), piece
         self.trail: Any = None
+        module = model.get_submodule(piece.call.path)
+        written = (*module.buffers(), *map(model.get_parameter, piece.written))
+        copied = written if piece.buffer_bytes else ()
+        reads = () if piece.reads is None else (piece.reads,)
+        self.start = FirstRun(module, copied, reads, around=model, raises_versions=True)
 
     def remember(self, made: Sequence[Tensor], inner: InnerGraph) -> None:
         self.trail = _trail(made, inner)
@@ -371,23 +369,6 @@ class _Before:
                 "thread). Exclude it from recomputation or make it depend on its inputs only.",
                 module_path=self.piece.call.path,
             )
-
-    @contextlib.contextmanager
-    def as_then(self) -> Iterator[None]:
-        now, outside = ModuleState(self.module, running_model()), self.outside.as_now()
-        contents = None if self.buffers is None else BufferContents(self.module, self.written)
-        self.state.restore()
-        self.outside.lend()
-        if self.buffers is not None:
-            self.buffers.restore()
-        try:
-            with without_prints():
-                yield
-        finally:
-            outside.restore()
-            now.restore()
-            if contents is not None:
-                contents.restore()
 
 
 def _trail(made: Sequence[Tensor], inner: InnerGraph) -> Any:

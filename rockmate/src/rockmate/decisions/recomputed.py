@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb import OpaquePieceError
-from rkgb.device import KeptGenerators
 from rkgb.elements import flatten, storage_id
 from rkgb.graphs import ambient_autocast, autocast_as
 from rkgb.guards import Readable
-from rkgb.module_state import BufferContents, ModuleState
+from rkgb.module_state import FirstRun
 from rkgb.recording import transparent_checkpoints
 from rkgb.torch_api import has_saved_hooks
 from rockmate.comparison.contents import Contents
@@ -113,11 +112,10 @@ class _Call:
         reads: Iterable[Readable],
     ) -> None:
         self.view, self.path, self.structure, self.leaves = view, path, structure, leaves
-        self.device, self.autocast = device, ambient_autocast()
-        self.buffers = BufferContents(view) if writes_buffers else None
-        self.start = KeptGenerators.keep(device), ModuleState(view)
-        self.outside = [one.now() for one in reads]
-        written = {id(b) for b in view.buffers()} if writes_buffers else set()
+        self.autocast = ambient_autocast()
+        buffers = [*view.buffers()] if writes_buffers else []
+        self.start = FirstRun(view, buffers, reads, device=device)
+        written = set(map(id, buffers))
         named = (*tensors_read(view), *((f"argument {n}", t) for n, t in enumerate(leaves)))
         read = [(name, t) for name, t in named if isinstance(t, Tensor)]
         self.versions = [(name, t, t._version) for name, t in read if id(t) not in written]
@@ -173,7 +171,11 @@ class _Call:
 
         args, kwargs = self.structure.unflatten(self.leaves)
         with (
-            self._as_then(),
+            self.start.as_then(),
+            torch.enable_grad(),
+            autocast_as(self.autocast),
+            plain(),
+            transparent_checkpoints(),
             saved_tensors_hooks(pack, unpack),
             contextlib.redirect_stdout(io.StringIO()),
         ):
@@ -189,38 +191,3 @@ class _Call:
                 module_path=self.path,
             )
         self.made = dict(enumerate(found))
-
-    @contextlib.contextmanager
-    def _as_then(self) -> Iterator[None]:
-        """Set the state at the beginning of the call, and restore the present one at exit."""
-        generators, state = self.start
-        now = KeptGenerators.keep(self.device), ModuleState(self.view)
-        contents = BufferContents(self.view) if self.buffers is not None else None
-        outside = [one.as_now() for one in self.outside]
-        generators.restore()
-        state.restore()
-        for one in self.outside:
-            one.lend()
-        if self.buffers is not None:
-            _put_back(self.buffers)
-        try:
-            with (
-                torch.enable_grad(),
-                autocast_as(self.autocast),
-                plain(),
-                transparent_checkpoints(),
-            ):
-                yield
-        finally:
-            for present in outside:
-                present.restore()
-            now[0].restore()
-            now[1].restore()
-            if contents is not None:
-                _put_back(contents)
-
-
-def _put_back(contents: BufferContents) -> None:
-    """Restore the content of buffers without raising their versions, so that graphs stay valid."""
-    for buffer, content in contents.copies:
-        buffer.data.copy_(content)
