@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from rockmate import Rockmate, UnsupportedModuleError
 
 SCALES = {"outer": 2.0}
+LAST = 2.0
 
 
 class Checkpointed(nn.Module):
@@ -25,7 +27,7 @@ class Checkpointed(nn.Module):
         self.scale, self.reentrant = 2.0, reentrant
 
     def inner(self, x: Tensor) -> Tensor:
-        return self.drop(torch.tanh(self.first(x) * self.scale * SCALES["outer"]))
+        return self.drop(torch.tanh(self.first(x) * self.scale * SCALES["outer"] * LAST))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.last(x)
@@ -122,3 +124,12 @@ def test_a_number_counts_as_in_other_guards() -> None:
     _step(rk, model, lambda m: setattr(m, "scale", float("0.0")))
     with pytest.raises(UnsupportedModuleError, match="'scale' of module"):
         _step(rk, model, lambda m: setattr(m, "scale", -0.0))
+
+
+def test_a_refusal_names_the_variable_that_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Checkpointed(reentrant=False)
+    rk = Rockmate(model, torch.randn(4, 8), 2**20)
+    change = partial(monkeypatch.setitem, globals(), "LAST", 3.0)
+    with pytest.raises(UnsupportedModuleError, match="reads global 'LAST'") as refused:
+        _step(rk, model, lambda _: change())
+    assert "SCALES" not in str(refused.value)

@@ -38,7 +38,7 @@ from rkgb.errors import (
 from rkgb.graphs.basic import BackwardKind, BasicGraph, Metered
 from rkgb.guards.code_watch import CodeWatch, Seen
 from rkgb.guards.outside import Outside, Readable
-from rkgb.guards.sources import Sources
+from rkgb.guards.sources import ReadInBackward, Sources
 from rkgb.module_state.kept_writes import KeptWrites, ParameterPlaces
 from rkgb.recording.places import Places
 from rkgb.recording.repeated import KERNEL
@@ -253,8 +253,7 @@ class RecordedStep:
         checkpointed = [one for one in self.codes.seen.values() if one.paths & again]
         in_backward = [*self.backward_codes.seen.values(), *checkpointed]
         if in_backward or again:
-            found.of_backward = Sources.of(in_backward, self.originals)
-            found.of_backward.own = again
+            found.of_backward = ReadInBackward(Sources.of(in_backward, self.originals), again)
         for key, module in self.places.outside.items():
             own = self.originals.get(key, module)
             found.called[id(own)] = weakref.ref(own)

@@ -12,7 +12,7 @@ from rkgb.guards.code_watch import CodeWatch
 from rkgb.guards.contents import Contents
 from rkgb.guards.outside import Readable
 from rkgb.guards.owners import is_users
-from rkgb.guards.sources import Sources
+from rkgb.guards.sources import ReadInBackward, Source, Sources
 from rkgb.guards.watched import Kept, Named, Same, Watched, content_of
 
 __all__ = [
@@ -20,8 +20,10 @@ __all__ = [
     "Contents",
     "Kept",
     "Named",
+    "ReadInBackward",
     "Readable",
     "Same",
+    "Source",
     "Sources",
     "Watched",
     "content_of",

@@ -47,6 +47,11 @@ class Source:
         """What tells it from others; the owner is alive."""
         return id(self.owner), self.name
 
+    @property
+    def named(self) -> str:
+        """What it is, and where it was read."""
+        return f"{self.told} ({self.where})" if self.where else self.told
+
     def read(self) -> Any:
         """Return what is there now, or `ABSENT`."""
         if isinstance(self.owner, dict):
@@ -83,8 +88,7 @@ class Sources:
     # Modules outside of the one that is recorded that were called, by identity.
     called: dict[int, weakref.ref[nn.Module]] = field(default_factory=dict)
     settings: tuple[Any, ...] = ()  # what a first call sets (`Setting`)
-    own: frozenset[str] = frozenset()  # paths of submodules that a plain backward calls again
-    of_backward: Sources | None = None  # those that Python of a backward reads, if it reads any
+    of_backward: ReadInBackward | None = None  # if Python of a backward reads any
 
     @classmethod
     def of(
@@ -219,6 +223,14 @@ class Sources:
                     if callable(vars(value)[called]):
                         told = f"'{called}' of {value.__name__}"
                         self._add(Source(vars(value), called, told, ""), seen)
+
+
+@dataclass(frozen=True)
+class ReadInBackward:
+    """What Python of a backward reads, and the submodules that a plain backward calls again."""
+
+    sources: Sources
+    called_again: frozenset[str]  # their paths
 
 
 def _line(code: CodeType, line: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from rkgb.guards import Sources, Watched, content_of, is_users
+from rkgb.guards import ReadInBackward, Source, Watched, content_of, is_users
 from rockmate.errors import UnsupportedModuleError
 from rockmate.guards.tables import Tables
 
@@ -26,14 +26,15 @@ class PythonOfBackward:
     """
 
     def __init__(
-        self, sources: Sources, model: nn.Module | None, set_by_step: Container[tuple[str, str]]
+        self, read: ReadInBackward, model: nn.Module | None, set_by_step: Container[tuple[str, str]]
     ) -> None:
+        sources = read.sources
         self.model = None if model is None else weakref.ref(model)
         self._watched = Watched(sources.attributes)
-        named = (s for s in sources.places.values() if not isinstance(s.owner, FunctionType))
-        self._told = [f"{source.told} ({source.where})" for source in named]
+        self._read: list[tuple[Source, int]] = []  # with the identity of what was there
         for source in sources.places.values():
             value = source.read()
+            self._read.append((source, id(value)))
             self._watched.worth(value)
             source.watch(self._watched, value)
         # Of each submodule: its path, its attributes, and the names and values of the plain ones.
@@ -41,7 +42,7 @@ class PythonOfBackward:
         for path, module in () if model is None else model.named_modules():
             table = vars(module)
             # What classes of torch ask for is not seen.
-            every = path in sources.own and not is_users(type(module).__module__)
+            every = path in read.called_again and not is_users(type(module).__module__)
             names = table.keys() if every else sources.attributes & table.keys()
             plain = [n for n in names if isinstance(table[n], _PLAIN)]
             plain = [name for name in plain if (path, name) not in set_by_step]
@@ -74,6 +75,12 @@ class PythonOfBackward:
                 if _counts_as(table.get(name)) != _counts_as(known):
                     yield f"attribute '{name}' of module '{path or '(root)'}'"
 
+    def _told(self) -> list[str]:
+        """Return what has changed, or all that is read where a change is inside of something."""
+        changed = [s.named for s, known in self._read if id(s.read()) != known]
+        every = [s.named for s, _ in self._read if not isinstance(s.owner, FunctionType)]
+        return [*self._changed(), *changed] or every
+
     def refuse_changes(self, model_name: str) -> None:
         """Refuse a backward that would read something else.
 
@@ -83,7 +90,7 @@ class PythonOfBackward:
         if not self.holds():
             raise UnsupportedModuleError(
                 f"the backward of {model_name} runs Python that reads "
-                f"{', '.join([*self._changed()] or self._told)}, and some of that has changed "
+                f"{', '.join(self._told())}, and some of that has changed "
                 "since the forward, whose plan was made with what was there then. Change it after "
                 "the backward, or run the forward of that step under `with rockmate.plain():`."
             )

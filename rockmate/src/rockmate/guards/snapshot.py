@@ -156,7 +156,7 @@ class Snapshot:
             value = source.read()
             self._watched.where = source.told
             worth = self._watched.worth(value)
-            facts[f"{source.told} ({source.where})", "source", str(number)] = worth
+            facts[source.named, "source", str(number)] = worth
             source.watch(self._watched, value)
         self._add_classes(facts)
 

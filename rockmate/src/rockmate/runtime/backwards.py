@@ -45,14 +45,14 @@ class Backwards:
 
     def python_of(self, executable: Executable, model: nn.Module | None) -> PythonOfBackward | None:
         """Return what Python of a backward reads now; None if it reads nothing."""
-        sources = executable.basic.sources.of_backward
-        if sources is None:
+        read = executable.basic.sources.of_backward
+        if read is None:
             return None
         known = self._python
         if known is None or not known.is_of(model) or not known.holds():
             effects = executable.basic.effects
             set_by_step = {(e.path, e.name) for e in effects if isinstance(e, Assign)}
-            self._python = PythonOfBackward(sources, model, set_by_step)
+            self._python = PythonOfBackward(read, model, set_by_step)
         return self._python
 
     def for_backward(self, kind: BackwardKind, variant: Variant) -> Executable:
