@@ -8,24 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rkgb.device.rng import RngState
-from rkgb.elements.op import BATCH_NORMS, Op, Ref, map_refs
-from rkgb.elements.spread import is_running, memory_of
+from rkgb.elements.op import BATCH_NORMS, Op, Ref
+from rkgb.elements.spread import memory_of
 from rkgb.elements.tensor_info import same_values, storage_id
-from rkgb.errors import (
-    InvalidGraphError,
-    NeedsContentError,
-    NotRecordedError,
-    ReadsDataError,
-    SideEffectError,
-    WritesInputError,
-)
-from rkgb.graphs.basic import Read
+from rkgb.errors import InvalidGraphError, NotRecordedError, SideEffectError, WritesInputError
 from rkgb.guards.code_watch import CodeWatch
 from rkgb.module_state.kept_writes import KeptWrites
 from rkgb.recording.kernels import (
@@ -35,9 +27,8 @@ from rkgb.recording.kernels import (
     without_shape_reads,
 )
 from rkgb.recording.numbers import NumberTrace
-from rkgb.recording.places import Places, only_raises
-from rkgb.recording.repeated import Blanks, RepeatedKernels
-from rkgb.recording.values import Values
+from rkgb.recording.places import Places
+from rkgb.recording.reads import Reads, refuse_shell
 from rkgb.torch_api.kernel_choice import Flags, FlagWatch, UnknownFlagError
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.private.autograd import current_autograd_node, latest_sequence_nr
@@ -56,13 +47,9 @@ _VIEWS_IN_PLACE = {
 }
 # They return their argument: same memory, same geometry.
 _IDENTITIES = frozenset((_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default))
-_MOST_READ = 1 << 16  # limit of elements in one guard, if Python reads all of a tensor
-# The size of their result depends only on masks among their arguments.
-_MASKS = (torch.bool, torch.uint8)
-_SELECTIONS = (_aten.index.Tensor, _aten._unsafe_index.Tensor, _aten.masked_select.default)
 
 
-class Recorder(Values, DispatchMode):
+class Recorder(Reads, DispatchMode):
     """While active, appends operations to `forward`, or with `in_backward` to `backward`."""
 
     only_watches = True
@@ -70,25 +57,17 @@ class Recorder(Values, DispatchMode):
     def __init__(
         self, model_name: str, device: torch.device, places: Places, *, guards: bool = True
     ) -> None:
-        Values.__init__(self, device)
+        Reads.__init__(self, device, places, guards=guards)
         DispatchMode.__init__(self)
-        self.model_name, self.device, self.places = model_name, device, places
-        self.forward: list[Op] = []
+        self.model_name, self.device = model_name, device
         self.backward: list[Op] = []
-        self.in_backward = False
-        self.guards = guards  # reads of values that follow from inputs are allowed
-        # Skips repeated kernels. None: every kernel runs, so that all contents are real.
-        self.repeated: RepeatedKernels | None = RepeatedKernels(Blanks(self.names.empty))
         # The operation of each metered kernel; None is a kernel of a guard.
         self.metered: list[Op | None] = []
         self.numbers: NumberTrace | None = None  # of the call, if they are tracked
         self.kept_writes: KeptWrites | None = None  # restores parameters that are written
         self.following: CodeWatch | None = None  # notes which functions of the user run
         self._taken: tuple[int, ...] = ()  # numbers that the running call takes
-        self.is_paused = False  # operations are not recorded at present
         self._patches: list[Patches] = []
-        self.reads: list[Read] = []
-        self.checks: list[tuple[str, str, Tensor]] = []  # path of the module, line, what it saw
         self.random_state = RngState.save(device)
         self._flags = FlagWatch()
 
@@ -117,15 +96,6 @@ class Recorder(Values, DispatchMode):
             )
 
     # ------------------------------------------------------------------ operations
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """While active, operations run unrecorded."""
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
 
     @contextmanager
     def taking(self, numbers: Sequence[int]) -> Iterator[None]:
@@ -180,7 +150,7 @@ class Recorder(Values, DispatchMode):
         known = self.known.issuperset(inputs)
         given = self.guards and not self.in_backward and self.given.issuperset(inputs)
         if traits.is_dynamic and not known:
-            self._look_at_size(func, named_args, named_kwargs, given)
+            self.look_at_size(func, named_args, named_kwargs, given)
         writes = traits.writes(named_args, named_kwargs)
         self.note_writes(writes, self.count)
         if traits.name in BATCH_NORMS and named_args[5] is True:  # autograd does not see it either
@@ -207,21 +177,21 @@ class Recorder(Values, DispatchMode):
         if tensors is None:
             if known:  # made from numbers: no operation of the step
                 return result
-            if not given and isinstance(result, bool) and self._is_check(args):
+            if not given and isinstance(result, bool) and self.is_check(args):
                 return result
             if not given or not isinstance(result, (bool, int, float)) or result != result:
                 raise self.reads_data("control flow or a Python number")
-            self._note("number", self._op(func, named_args, named_kwargs, ()), result)
+            self.note("number", self.op(func, named_args, named_kwargs, ()), result)
             return result
         for tensor in tensors:
-            _refuse_shell(tensor)
+            refuse_shell(tensor)
         is_random = traits.may_be_random and (
             is_skipped or self._has_drawn(func, named_args, named_kwargs)
         )
         writes += tuple(n for n, copy in old.items() if not self._unchanged(n, copy))
         results = self.results_of(traits.name, tensors, may_alias=bool(inputs))
         if self.blank:
-            self._refuse_blank(inputs, results)
+            self.refuse_blank(inputs, results)
         if traits.is_blank and tensors[0] is not None and tensors[0].numel():
             self.blank.add(results[0])
         self.follow(results, writes, known=known, given=given, is_random=is_random)
@@ -282,16 +252,6 @@ class Recorder(Values, DispatchMode):
             return self.repeated.overwrite(func, args, kwargs)
         return self.repeated.compute(func, args, kwargs), False
 
-    def _is_check(self, args: tuple[Any, ...]) -> bool:
-        """Return whether a computed value is read only by an assertion; the step repeats it."""
-        fits = self.guards and not self.in_backward and len(args) == 1 and only_raises()
-        if fits:
-            if self.repeated is not None and self.repeated.has_repeated:
-                raise NeedsContentError
-            path, source = self.places.here()
-            self.checks.append((path, source, args[0]))
-        return fits
-
     def flags(self) -> Flags:
         """Return the flags that the forward has set for the running operation.
 
@@ -311,60 +271,11 @@ class Recorder(Values, DispatchMode):
         self.numbers.uses[len(self.forward)] = self._taken
         self.forget_origin(changed)
 
-    def _op(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: tuple[str, ...]
-    ) -> Op:
-        path, source = self.places.here()
-        return Op((*results, "read")[0], func, args, kwargs, results, False, path, source)
-
-    def _note(self, kind: Literal["number", "size", "content"], op: Op, value: Any) -> None:
-        self.reads.append(Read(kind, op, len(self.forward), value))
-
-    def _refuse_blank(self, inputs: Sequence[str], results: Sequence[str]) -> None:
-        """Refuse to read memory that no operation has written; an unseen kernel must have.
-
-        A view reads nothing. Raises NotRecordedError.
-        """
-        read = self.blank.intersection(self.infos[name].alias_of for name in inputs)
-        if read and not all(n and self.infos[n].alias_of in read for n in results):
-            self.refuse_unwritten(min(read))
-
-    def refuse_unwritten(self, name: str) -> None:
-        """Refuse a value whose content no operation has written.
-
-        Raises:
-            NotRecordedError: no operation has written it.
-        """
-        if self.infos[name].alias_of in self.blank:
-            raise NotRecordedError(
-                "fills a tensor in a way that no operation shows, as kernels outside of torch do",
-                module_path=self.reads_data("").module_path,
-            )
-
-    def read_content(self, tensor: Tensor, what: str) -> None:
-        """Note that Python or another library reads all elements of a tensor.
-
-        Raises:
-            ReadsDataError: they depend on more than the inputs; `what` says how they are read.
-        """
-        if self.is_paused:
-            return
-        name = self.argument(tensor)
-        if name in self.known:
-            return
-        may_look = self.guards and not self.in_backward
-        readable = what != "data_ptr" and tensor.numel() <= _MOST_READ
-        if name not in self.given or not may_look or not readable:
-            raise self.reads_data(f"control flow or what '{what}' gives")
-        with self.paused(), torch.no_grad():
-            value = (tuple(tensor.shape), *tensor.detach().reshape(-1).tolist())
-        self._note("content", self._op(_aten.alias.default, (Ref(name),), {}, ()), value)
-
     def detached(self, name: str) -> str:
         """Return a separate name for a value, without a gradient."""
         own = self.names.fresh("detach")
         self.infos[own] = self.infos[name]
-        self.forward.append(self._op(_aten.alias.default, (Ref(name),), {}, (own,)))
+        self.forward.append(self.op(_aten.alias.default, (Ref(name),), {}, (own,)))
         return own
 
     def follow_random(self) -> None:
@@ -389,22 +300,6 @@ class Recorder(Values, DispatchMode):
             return {key: self._named(value, inputs) for key, value in tree.items()}
         return without_generator(tree) if kind is torch.Generator else tree
 
-    def argument(self, tensor: Tensor) -> str:
-        """Return the name of an argument; one without a name is a constant."""
-        name = self.name_of(tensor)
-        if name is None:
-            _refuse_shell(tensor)
-            root = self.names.alias_of(storage_id(tensor))
-            if root is not None and root not in self.resident:
-                raise NotRecordedError(
-                    f"looks at the memory of '{root}' in a way that no operation shows",
-                    "use a view made by torch's operations",
-                )
-            name = self.add_external(self.names.fresh("c_constant"), tensor, "constant")
-        if tensor.requires_grad:
-            self.wanting.add(name)
-        return name
-
     # ------------------------------------------------------------------ unseen effects
 
     def _snapshots(self, inputs: Sequence[str], writes: Sequence[str]) -> dict[str, Tensor]:
@@ -428,32 +323,6 @@ class Recorder(Values, DispatchMode):
 
     # ------------------------------------------------------------------ refusals
 
-    def _look_at_size(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: bool
-    ) -> None:
-        """Add a guard on the size of a result; a selection's size depends only on the mask.
-
-        Raises:
-            ReadsDataError: it depends on more than the inputs.
-        """
-        looks = [(func, args, kwargs)]
-        if func in _SELECTIONS:
-            indices = args[1] if isinstance(args[1], (list, tuple)) else (args[1],)
-            given_by = [i for i in indices if isinstance(i, Ref)]
-            masks = [i for i in given_by if self.infos[i.name].dtype in _MASKS]
-            may_look = self.guards and not self.in_backward
-            given = may_look and self.given.issuperset(mask.name for mask in masks)
-            looks = [(_aten.nonzero.default, (mask,), {}) for mask in masks]
-        for target, its_args, its_kwargs in looks:
-            if not given:
-                raise self.reads_data(f"the size of what '{func}' returns")
-            op = self._op(target, its_args, its_kwargs, ())
-            with self.paused(), torch.no_grad():
-                keywords = map_refs(dict(its_kwargs), self.names.tensor)
-                made = target(*map_refs(its_args, self.names.tensor), **keywords)
-            shapes = [tuple(t.shape) for t in (made if isinstance(made, tuple) else (made,))]
-            self._note("size", op, tuple(shapes))
-
     def _refuse_writes(self, what_writes: str, writes: Sequence[str], is_grad: bool) -> None:
         for name in writes:
             root = self.infos[name].alias_of
@@ -474,32 +343,6 @@ class Recorder(Values, DispatchMode):
                     f"the {what} '{root}' of {self.model_name}, which a second run of it would see "
                     "changed. Work on a copy: x = x.clone()."
                 )
-
-    def reads_data(self, what: str) -> ReadsDataError:
-        """Return the error that `what`, in the running code, depends on data."""
-        node = current_autograd_node() if self.in_backward else None
-        if node is None:
-            return ReadsDataError(what, "")
-        number = int(node._sequence_nr())
-        made = next((op for op in self.forward if op.sequence_nr == number), None)
-        if made is None:
-            return ReadsDataError(what, f"'{node.name()}'")
-        place = f"of module '{made.module_path or '(root)'}' ({made.source})"
-        return ReadsDataError(what, f"'{node.name()}' {place}", made.module_path)
-
-
-def _refuse_shell(tensor: Tensor | None) -> None:
-    """Refuse what a forward makes of a type that keeps its content in other tensors.
-
-    Raises:
-        NotRecordedError: it is of such a type, and no collective that still runs.
-    """
-    kind = type(tensor)
-    if kind is not Tensor and hasattr(kind, "__tensor_flatten__") and not is_running(tensor):
-        raise NotRecordedError(
-            f"computes with tensors of a type of its own ({kind.__name__}), whose memory and "
-            "content lie in others"
-        )
 
 
 def _is_differentiated(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
