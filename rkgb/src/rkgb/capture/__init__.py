@@ -2,9 +2,10 @@
 
 Gets a module and a `Sample`; gives a `BasicGraph`. Read record.py (which submodules become opaque
 calls) and ways.py (the options of all attempts, and of one), then step.py (one step from start to
-end) with twin.py (the copy that runs), saved_by_autograd.py, backward.py and hooks.py. sizes.py
-records without memory. numbered.py records a second time to make numbers of the call unspecialised.
-look.py compares another recording with the one that a plan was made from.
+end) with twin.py (the copy that runs), externals.py (what it finds), saved_by_autograd.py,
+backward.py and hooks.py. sizes.py records without memory. numbered.py records a second time to make
+numbers of the call unspecialised. look.py compares another recording with the one that a plan was
+made from.
 """
 
 from rkgb.capture.backward import AskedKind

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import set_detect_anomaly
 
 from rkgb.capture.backward import AskedKind, RecordedBackward, flows_of
+from rkgb.capture.externals import Externals
 from rkgb.capture.hooks import HookWatch
 from rkgb.capture.saved_by_autograd import saving
 from rkgb.capture.twin import geometry_of, twin_of
@@ -23,7 +24,6 @@ from rkgb.capture.ways import Asked, Way
 from rkgb.device.chosen import trace_memory
 from rkgb.device.trace import Span
 from rkgb.elements.effect import Assertion, Assign, Effect, InputMutation
-from rkgb.elements.op import Ref
 from rkgb.elements.sample import Sample
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 from rkgb.errors import (
@@ -87,12 +87,8 @@ class RecordedStep:
         self.functions: list[tuple[Any, str, Any]] = []
         if way.opaque or way.functions:
             self.pieces = self._pieces(way, asked)
-        self.leaves: dict[int, str] = {}
-        self.parameters: dict[str, str] = {}
-        self.buffers: dict[str, str] = {}
-        self.own_buffers: dict[int, str] = {}  # by identity
-        self.inputs: list[str | None] = []
-        self._name_externals()
+        self.externals = Externals(self.recorder, self.twin, self.sample.leaves)
+        self.inputs = self.externals.inputs
         self.written = [self.inputs.index(name) for name in sorted(way.written)]
         self.copies: list[Tensor] = []  # of mutated arguments
         self.hidden, self.settling = Hidden(self.twin, way.hidden), way.settling
@@ -172,11 +168,11 @@ class RecordedStep:
             outputs, output_spec = self._taken_apart(result)
             del result
             backward = RecordedBackward(
-                self.recorder, self.twin, self.leaves, keep_content=self.keep_content
+                self.recorder, self.twin, self.externals.leaves, keep_content=self.keep_content
             )
             roots = backward.roots(outputs)
             try:
-                names = tuple(self._named(out) for out in outputs)
+                names = tuple(map(self.externals.named, outputs))
             except NotRecordedError as error:
                 name = type(self.model).__name__
                 raise explained(self.twin, name, error, module_path="") from error
@@ -201,17 +197,16 @@ class RecordedStep:
 
     def _graph(self, *, roots: tuple[str, ...], **found: Any) -> BasicGraph:
         """Return the recording, from the recorder's operations and the step's results."""
-        recorder = self.recorder
-        pieces = self.pieces
-        back = recorder.backward if pieces is None else pieces.finished(self.parameters)
+        recorder, externals, pieces = self.recorder, self.externals, self.pieces
+        back = recorder.backward if pieces is None else pieces.finished(externals.parameters)
         wanting = recorder.wanting.union(roots)
         return BasicGraph(
             ops=tuple(recorder.forward),
             backward=tuple(back),
             opaque=self.opaque,
             reads=tuple(recorder.reads),
-            parameters=self.parameters,
-            buffers=self.buffers,
+            parameters=externals.parameters,
+            buffers=externals.buffers,
             constants={n: self._users(t) for n, t in recorder.constants.items()},
             inputs=tuple(self.inputs),
             input_spec=self.sample.structure,
@@ -273,43 +268,6 @@ class RecordedStep:
                 *(self.twin, type(self.model).__name__, error, self.sample.leaves),
                 module_path=self.places.raised_in[-1],
             ) from error
-
-    # ------------------------------------------------------------------ names
-
-    def _name_externals(self) -> None:
-        add = self.recorder.add_external
-        for target, parameter in placed_parameters(self.twin, remove_duplicate=False):
-            name = add(f"p_{_identifier(target)}", parameter, "parameter")
-            self.parameters.setdefault(name, target)
-            if parameter.requires_grad:
-                self.leaves[id(parameter)] = name
-        for target, buffer in self.twin.named_buffers(remove_duplicate=False):
-            name = add(f"b_{_identifier(target)}", buffer, "buffer")
-            self.own_buffers[id(buffer)] = name
-            if name not in self.parameters:
-                self.buffers.setdefault(name, target)
-                if buffer.requires_grad:  # it is trained although it is no parameter
-                    self.leaves[id(buffer)] = name
-        for place, leaf in enumerate(self.sample.leaves):
-            if not isinstance(leaf, Tensor):
-                self.inputs.append(None)
-                continue
-            name = add(f"args_{place}", leaf, "input")
-            self.inputs.append(name)
-            if leaf.requires_grad:
-                self.leaves[id(leaf)] = name
-
-    def _named(self, output: Any) -> Any:
-        if not isinstance(output, Tensor):
-            return output
-        # A buffer is itself, whatever has been written to it.
-        name = self.own_buffers.get(id(output)) or self.recorder.name_of(output)
-        if name is None:
-            name = self.recorder.add_external(f"c_output_{id(output)}", output, "constant")
-        self.recorder.refuse_unwritten(name)
-        if not output.requires_grad and name in self.recorder.wanting:
-            name = self.recorder.detached(name)  # y.detach() beside y
-        return Ref(name)
 
     # ------------------------------------------------------------------ forward
 
@@ -420,10 +378,6 @@ class RecordedStep:
                 f"its forward returns {error}, so that a recording cannot make another one "
                 "with the tensors of another step",
             ) from None
-
-
-def _identifier(target: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in target)
 
 
 @contextlib.contextmanager
