@@ -1,0 +1,245 @@
+"""One node of a graph with a forward and a backward of one call each, which run piece by piece."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from rkgb.elements.op import Op, Ref, map_refs
+from rkgb.elements.tensor_info import TensorInfo
+from rkgb.errors import NotByPiecesError
+from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
+from rkgb.rows.call import InPieces
+from rkgb.rows.cuts import Cuts, Runs
+from rkgb.rows.losses import Scaled, counted, one_like
+from rkgb.rows.parts import parts_that_leave
+from rkgb.rows.pieces import Cutting, Pieces, SameBits
+
+Rows = tuple[str, Cuts, Runs]  # an input, and how it is cut
+
+
+class NodeInPieces:
+    """A node of a graph, cut along rows of one of its inputs."""
+
+    def __init__(
+        self, sg: SimplifiedGraph, index: int, rows: Rows, same_bits: SameBits | None
+    ) -> None:
+        name, cuts, self.runs = rows
+        self.sg, self.count, self.index = sg, math.prod(cuts), index
+        self.node, self.infos = sg.nodes[index], sg.infos
+        self.forward = self._cutting(self.infos, {name: cuts}, same_bits)
+        for op in self.node.ops:
+            self.forward.add(op)
+        self.made = {name for op in self.node.ops for name in op.results if name}
+        self.makes_gradients = False
+        # Values that the recording does not have, or not in memory of their own.
+        self.added: dict[str, TensorInfo] = {}
+
+    def _cutting(
+        self, infos: Mapping[str, TensorInfo], seeds: Mapping[str, Cuts], same_bits: SameBits | None
+    ) -> Cutting:
+        return Cutting(infos, self.count, seeds, self.runs, same_bits)
+
+    def replaced(self, wide: str = "") -> SimplifiedNode:
+        """Return the node with a forward and a backward of one call each.
+
+        Raises:
+            NotByPiecesError: an operation has no rule for these cuts, or `wide` is not cut.
+        """
+        if wide and self.forward.cut.get(wide) is None:
+            raise NotByPiecesError(f"{wide} is made as a whole")
+        if self.forward.same_bits is None and self.node.backward:
+            with suppress(NotByPiecesError):
+                return self._with_gradients()
+        backward, views_back, behind = self._backward()
+        leaving = [name for name in self._left_to_others() if name in self.made]
+        leaving += [name for name in behind if name in self.made]
+        roots, views = self._roots(leaving, self.node.ops)
+        pieces = replace(self.forward.pieces(roots), recorded=self._counted(self.forward, roots))
+        main = self.node.main
+        ops = (self._call(pieces, "forward", main), *views)
+        if backward is None:
+            return replace(self.node, name=self._name(), ops=ops)
+        call = self._call(backward, "backward", self.node.backward[0])
+        return replace(self.node, name=self._name(), ops=ops, backward=(call, *views_back))
+
+    def _with_gradients(self) -> SimplifiedNode:
+        """Return a loss whose forward makes its gradients, which the backward scales.
+
+        Raises:
+            NotByPiecesError: it is no loss, or a gradient depends on a sum over pieces.
+        """
+        node, infos = self.node, self.infos
+        own, outside = self._made_behind(), {*self.sg.basic.externals}
+        read = dict.fromkeys(name for op in node.backward for name in op.inputs)
+        theirs = [n for n in read if n not in own and n not in self.made and n not in outside]
+        arrived = [n for n in theirs if self.sg.producer.get(n, self.index) >= self.index]
+        if (
+            len(arrived) != 1
+            or infos[arrived[0]].shape
+            or not infos[arrived[0]].dtype.is_floating_point
+        ):
+            raise NotByPiecesError("its backward begins with more than one number")
+        (tangent,), dtype = arrived, infos[arrived[0]].dtype
+        roots, views = self._roots(self._left_by_backward(own), node.backward)
+        units = {root: f"{root}_of_one" for root in roots}
+        one = one_like(tangent, next(iter(self.forward.seeds)), dtype)
+        before, instead = [one], {tangent: one.name, **units}
+        for total, counts in counted(node.ops, infos):
+            before += counts
+            instead[total] = counts[-1].name
+        own_infos = {new: replace(infos[old], alias_of=new) for old, new in instead.items()}
+        cutting = self._cutting({**infos, **own_infos}, self.forward.seeds, None)
+        cutting.before += before
+        for op in node.ops:
+            cutting.add(op)
+        for op in node.backward:
+            args = map_refs(op.args, lambda name: Ref(instead.get(name, name)))
+            results = tuple(instead.get(name, name) for name in op.results)
+            cutting.add(replace(op, args=args, results=results))
+        behind = [name for op in views for name in op.inputs]
+        behind += [h.value for h in node.hand_overs]
+        leaving = [*self._left_to_others(), *(name for name in behind if name in self.made)]
+        ours, own_views = self._roots(leaving, node.ops)
+        made = (*ours, *units.values())
+        pieces = replace(cutting.pieces(made), recorded=(*node.ops, *node.backward))
+        written = self._written()
+        if any(infos[name].alias_of in written for name in pieces.takes):
+            raise NotByPiecesError("what it reads is written to")
+        self.added = {unit: own_infos[unit] for unit in units.values()}
+        self.makes_gradients = True
+        first = node.backward[0]
+        scaled = Op(
+            name=roots[0],
+            target=Scaled(),
+            args=(Ref(tangent), *map(Ref, units.values())),
+            kwargs={},
+            results=roots,
+            returns_many=True,
+            module_path=first.module_path or node.module_path,
+            source=first.source,
+            sequence_nr=first.sequence_nr,
+        )
+        call = self._call(pieces, "forward with gradients", node.main)
+        ops = (call, *own_views)
+        return replace(node, name=self._name(), ops=ops, backward=(scaled, *views))
+
+    def _name(self) -> str:
+        return f"{self.node.name} in {self.count} pieces"
+
+    def _backward(self) -> tuple[Pieces | None, tuple[Op, ...], list[str]]:
+        """Return the backward in pieces, the views of its results, and its inputs."""
+        node, ops = self.node, self.node.backward
+        if not ops:
+            return None, (), [h.value for h in node.hand_overs]
+        own = self._made_behind()
+        leaving, same_bits = self._left_by_backward(own), self.forward.same_bits
+        if same_bits is None:
+            self.added = parts_that_leave(leaving, ops, self.sg.basic)
+        roots, views = self._roots([n for n in leaving if n not in self.added], ops)
+        roots = (*roots, *self.added)
+        seeds = self._gradients(own)
+        cutting = self._cutting({**self.infos, **self.added}, seeds, same_bits)
+        cutting.known = self.forward.late
+        for op in (*node.ops, *ops):
+            cutting.add(op)
+        pieces = cutting.pieces(roots)
+        written = self._written()
+        for name in pieces.takes:
+            if self.infos[name].alias_of in written:
+                raise NotByPiecesError(f"{name} is written to, and the backward reads it again")
+            if name in self.forward.cut:
+                raise NotByPiecesError(f"the backward reads all of {name}")
+        pieces = replace(pieces, recorded=self._counted(cutting, roots))
+        read = [*pieces.takes, *(name for op in views for name in op.inputs)]
+        read += [h.value for h in node.hand_overs]
+        return pieces, views, read
+
+    def _made_behind(self) -> set[str]:
+        return {name for op in self.node.backward for name in op.results if name}
+
+    def _left_by_backward(self, own: set[str]) -> list[str]:
+        """Return the values of the backward that others read or autograd gets."""
+        leaving = [h.value for h in self.node.hand_overs if h.value in own]
+        for index, other in enumerate(self.sg.nodes):
+            if index != self.index:
+                leaving += [name for name in other.read_by_backward if name in own]
+        return leaving
+
+    def _written(self) -> set[str]:
+        """Return the storages that the step writes to after the node has read them."""
+        basic = self.sg.basic
+        before = {place for node in self.sg.nodes[: self.index] for place in node.positions}
+        later = range(min(self.node.positions), len(basic.ops))
+        ops = (*(basic.ops[n] for n in later if n not in before), *basic.backward)
+        return {self.infos[n].alias_of for op in ops for n in op.writes} | {*basic.written_roots}
+
+    def _gradients(self, own: set[str]) -> dict[str, Cuts]:
+        """Return the cuts of incoming gradients: those of a result of the same shape."""
+        shapes: dict[tuple[int, ...], Cuts] = {}
+        for name in self._left_to_others():
+            if name in self.forward.cut:
+                shapes.setdefault(self.infos[name].shape, self.forward.cut[name])
+        seeds = dict(self.forward.seeds)
+        outside = {*self.sg.basic.externals}
+        for op in self.node.backward:
+            for name in op.inputs:
+                shape = self.infos[name].shape
+                is_theirs = name in own or name in self.made or name in self.sg.producer
+                if not is_theirs and name not in outside and shape in shapes:
+                    seeds[name] = shapes[shape]
+        return seeds
+
+    def _left_to_others(self) -> list[str]:
+        """Return the values of the forward that other nodes or the user read."""
+        names = [out for out in self.sg.output_names if out in self.made]
+        names += [out.name for out in self.sg.outputs if isinstance(out, Ref)]
+        for index, other in enumerate(self.sg.nodes):
+            if index != self.index:
+                names += [*other.inputs, *other.read_by_backward]
+        return [name for name in dict.fromkeys(names) if name in self.made]
+
+    def _roots(
+        self, leaving: Sequence[str], ops: Sequence[Op]
+    ) -> tuple[tuple[str, ...], tuple[Op, ...]]:
+        """Return the results of a call, and the views of them that stay separate operations."""
+        maker = {name: op for op in ops for name in op.results if name}
+        roots: dict[str, None] = {}
+        views: set[int] = set()
+        todo = list(leaving)
+        while todo:
+            name = todo.pop()
+            op = maker.get(name)
+            if op is None:
+                continue
+            if self.infos[name].alias_of == name:
+                roots[name] = None
+            else:
+                views.add(id(op))
+                todo += op.inputs
+        kept = tuple(op for op in ops if id(op) in views)
+        return tuple(name for name in maker if name in roots), kept
+
+    def _counted(self, cutting: Cutting, roots: Sequence[str]) -> tuple[Op, ...]:
+        """Return the recorded operations that a call runs."""
+        needed, kept = set(roots), []
+        for op in reversed(cutting.added):
+            if not needed.isdisjoint(op.results) and not {*op.results} <= {*cutting.known}:
+                kept.append(op)
+                needed.update(op.inputs)
+        return tuple(reversed(kept))
+
+    def _call(self, pieces: Pieces, side: str, like: Op) -> Op:
+        return Op(
+            name=pieces.results[0] if pieces.results else f"{like.name}_in_pieces",
+            target=InPieces(pieces, self.node.main.target_name, side),
+            args=tuple(map(Ref, pieces.takes)),
+            kwargs={},
+            results=pieces.results,
+            returns_many=True,
+            module_path=like.module_path or self.node.module_path,
+            source=like.source,
+            sequence_nr=like.sequence_nr,
+        )
