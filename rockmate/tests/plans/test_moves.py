@@ -20,14 +20,7 @@ from rockmate.planners.copy_times import moves_for
 from rockmate.planning import Link, Move, plan
 from rockmate.problems.problem import Node, Problem, Storage
 from rockmate.schedules.baselines import no_recomputation
-from rockmate.schedules.moves import (
-    Moves,
-    clocks_of,
-    moves_among,
-    moves_from_text,
-    moves_to_text,
-    uses_of_copies,
-)
+from rockmate.schedules.moves import Moves, clocks_of, moves_among, uses_of_copies
 from rockmate.schedules.plan import Plan, make_plan
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Step, Steps
@@ -374,9 +367,9 @@ def test_plans_with_moves_are_saved_and_read() -> None:
     assert Plan.from_json(made.to_json()) == made
     made.check(problem)
     assert Problem.from_json(problem.to_json()) == problem
-    assert moves_from_text(moves_to_text(moves)) == moves
+    assert tuple(map(Move.of_text, map(str, moves))) == moves
     with pytest.raises(ValueError, match="no move"):
-        moves_from_text("3:5-9")
+        Move.of_text("3:5-9")
     plain = make_plan(problem, steps, 64, "by hand")
     assert '"moves"' not in plain.to_json()
     assert Plan.from_json(plain.to_json()) == plain

@@ -16,7 +16,6 @@ from rockmate.files.plan_file import PlanFile, SavedBlock, SavedBlocks, SavedKin
 from rockmate.guards.sharded import class_name, device_of_parameters
 from rockmate.requests.identity import elsewhere, made_with
 from rockmate.requests.saved_plan import cut_of, saved_cut
-from rockmate.schedules.moves import moves_from_text, moves_to_text
 
 
 def with_file(
@@ -34,7 +33,7 @@ def with_file(
             SavedKind(
                 *(len(k.recorded.problem.nodes), k.shape[1], tuple(o.steps for o in k.options)),
                 cuts=tuple(saved_cut(o.cut) for o in k.options) if len(k.networks) > 1 else None,
-                moves=tuple(moves_to_text(o.moves) for o in k.options) if link else None,
+                moves=tuple(o.moves for o in k.options) if link else None,
             )
             for k in own
         ),
@@ -106,7 +105,7 @@ def ways_for(saved: SavedBlocks, number: int, shape: tuple[int, Sequence[int]]) 
             [f"blocks of {kind.nodes} operations in the file, of {shape[0]} in their place here"]
         )
     cuts = map(cut_of, kind.cuts) if kind.cuts is not None else [None] * len(kind.options)
-    moves = map(moves_from_text, kind.moves or [""] * len(kind.options))
+    moves = kind.moves or [()] * len(kind.options)
     return list(zip(cuts, kind.options, moves, strict=True))
 
 

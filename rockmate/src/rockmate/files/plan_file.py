@@ -32,7 +32,7 @@ from rockmate.errors import InvalidPlanError, PlanFileError
 from rockmate.problems.link import Link
 from rockmate.problems.problem import Problem
 from rockmate.problems.rows import all_finite, from_row, parse, row_of
-from rockmate.schedules.moves import moves_from_text
+from rockmate.schedules.moves import Move
 from rockmate.schedules.plan import OpaquePiece, Plan
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Step
@@ -109,14 +109,12 @@ class SavedKind:
     backward_order: tuple[int, ...]
     options: tuple[tuple[Step, ...], ...]
     cuts: tuple[SavedCut | None, ...] | None = None  # of each option, if some are in pieces
-    moves: tuple[str, ...] | None = None  # of each option, if some move storages
+    moves: tuple[tuple[Move, ...], ...] | None = None  # of each option, if some move storages
 
     def __post_init__(self) -> None:
         for found in (self.cuts, self.moves):
             if found is not None and len(found) != len(self.options):
                 raise ValueError("not each option has its pieces, or its moves")
-        for text in self.moves or ():
-            moves_from_text(text)  # or it is refused
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def row_of(value: Any) -> Any:
     """Return a dataclass in the types of JSON.
 
     Fields that are None by default are left out, so that files without them stay as they were.
-    A tuple of what has an `of_text` (steps) becomes one line of text.
+    A tuple of what has an `of_text` (steps, moves) becomes one line of text.
     """
     if dataclasses.is_dataclass(value):
         fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
@@ -99,9 +99,9 @@ def _read(hint: Any, value: Any, place: str) -> Any:
             return None
         (hint,) = (option for option in of if option is not type(None))
         return _read(hint, value, place)
-    if origin is tuple and hasattr(of[0], "of_text"):
+    if origin is tuple and isinstance(value, str) and hasattr(of[0], "of_text"):
         try:
-            return tuple(map(of[0].of_text, _typed(str, value, place).split()))
+            return tuple(map(of[0].of_text, value.split()))
         except ValueError as error:
             raise PlanFileError(f"{place}: {str(error)[:200]}") from None
     if origin is tuple:

@@ -9,7 +9,7 @@ bytes: the peak follows from the steps and the moves, the time also from the lin
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,25 +34,21 @@ class Move:
     gone_after: int
     back_before: int
 
+    def __str__(self) -> str:
+        """Return `3:5-9-40` for storage 3, out after 5, gone after 9, back before 40."""
+        return f"{self.storage}:{self.out_after}-{self.gone_after}-{self.back_before}"
 
-Moves = tuple[Move, ...]
-
-
-def moves_to_text(moves: Iterable[Move]) -> str:
-    """Write moves compactly: `3:5-9-40` is storage 3, out after 5, gone after 9, back before 40."""
-    return " ".join(f"{m.storage}:{m.out_after}-{m.gone_after}-{m.back_before}" for m in moves)
-
-
-def moves_from_text(text: str) -> Moves:
-    """Read what `moves_to_text` wrote."""
-    found = []
-    for word in text.split():
+    @classmethod
+    def of_text(cls, word: str) -> Move:
+        """Read what `str` wrote."""
         storage, _, places = word.partition(":")
         numbers = [storage, *places.split("-")]
         if len(numbers) != 4 or not all(n.isdigit() for n in numbers):
             raise ValueError(f"{word!r} is no move; expected STORAGE:OUT-GONE-BACK in numbers")
-        found.append(Move(*map(int, numbers)))
-    return tuple(found)
+        return cls(*map(int, numbers))
+
+
+Moves = tuple[Move, ...]
 
 
 def uses_of_copies(problem: Problem, steps: Sequence[Step]) -> list[list[list[int]]]:
@@ -86,7 +82,7 @@ def check_moves(problem: Problem, steps: Sequence[Step], moves: Sequence[Move]) 
         storage = problem.storages[move.storage]
 
         def wrong(why: str, move: Move = move, name: str = storage.name) -> InvalidPlanError:
-            return InvalidPlanError(f"the move {moves_to_text([move])} of '{name}' {why}")
+            return InvalidPlanError(f"the move {move} of '{name}' {why}")
 
         if not storage.is_movable:
             raise wrong("is of a storage that may not be moved")

@@ -12,7 +12,7 @@ from typing import Any
 from rockmate.errors import InvalidPlanError
 from rockmate.problems.problem import Problem
 from rockmate.problems.rows import from_row, parse, row_of
-from rockmate.schedules.moves import Moves, moves_from_text, moves_to_text
+from rockmate.schedules.moves import Moves
 from rockmate.schedules.simulate import simulate
 from rockmate.schedules.steps import Steps
 
@@ -120,9 +120,7 @@ class Plan:
     def to_json(self) -> str:
         """Return the plan as JSON text; `from_json` gives an equal plan back."""
         data = row_of(self)
-        if self.moves:
-            data["moves"] = moves_to_text(self.moves)
-        else:  # as plans without moves have always been written
+        if not self.moves:  # as plans without moves have always been written
             del data["moves"], data["stall_ms"]
         return json.dumps({"rockmate_plan": _FORMAT, **data}, indent=1)
 
@@ -140,11 +138,7 @@ class Plan:
                 f"expected a plan in format {_FORMAT}, found format {version!r}; "
                 f"save it again with this version of rockmate"
             )
-        try:
-            moves = moves_from_text(str(data.pop("moves", "")))
-        except ValueError as error:
-            raise InvalidPlanError(f"expected a saved plan, found in it: {error}") from error
-        return dataclasses.replace(from_row(cls, data, "plan"), moves=moves)
+        return from_row(cls, data, "plan")
 
     def save(self, path: str | Path) -> None:
         """Write the plan to one JSON file."""

@@ -39,13 +39,3 @@ def first_forwards(steps: Iterable[tuple[str, int]]) -> list[bool]:
 def end_of_forward(steps: Sequence[tuple[str, int]], count: int) -> int:
     """Return how many steps the forward takes: up to the first one of the last of `count` nodes."""
     return next((t + 1 for t, step in enumerate(steps) if step == ("F", count - 1)), len(steps))
-
-
-def steps_to_text(steps: Iterable[Step]) -> str:
-    """Write steps compactly: `F0 F1 B1 B0`."""
-    return " ".join(map(str, steps))
-
-
-def steps_from_text(text: str) -> Steps:
-    """Read what `steps_to_text` wrote."""
-    return tuple(map(Step.of_text, text.split()))
