@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -118,11 +118,11 @@ class PieceRecorder:
         trace, followed = self.recorder.numbers, list[int]()
         if trace is not None:
             leaves = trace.plain(leaves, followed)
-        tensors, places, again, own = _by_identity(leaves, self.twin, path, function)
+        given = _GivenTensors.among(leaves, self.twin, path, function)
         grad_mode = torch.is_grad_enabled()
         self.count += 1
         return (
-            tensors,
+            given.tensors,
             followed,
             Call(
                 path=path,
@@ -130,10 +130,10 @@ class PieceRecorder:
                 number=self.count - 1,
                 structure=structure,
                 leaves=tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
-                places=places,
-                again=again,
-                own=own,
-                wanting=tuple(grad_mode and t.requires_grad for t in tensors),
+                places=given.places,
+                again=given.again,
+                own=given.own,
+                wanting=tuple(grad_mode and t.requires_grad for t in given.tensors),
                 parameters=parameters if grad_mode else (),
                 grad_mode=grad_mode,
                 autocast=ambient_autocast(),
@@ -320,31 +320,32 @@ class PieceRecorder:
         return outputs
 
 
-def _by_identity(
-    leaves: Sequence[Any], twin: nn.Module, path: str, function: Any
-) -> tuple[list[Tensor], tuple[int, ...], tuple[tuple[int, int], ...], tuple[tuple[int, str], ...]]:
-    """Return the tensors among leaves, their places, where they are again, and the module's own.
+@dataclass
+class _GivenTensors:
+    """The tensors among the leaves of a call: Python may ask which of them are one object."""
 
-    Python may ask which of them are one object. A Function has a gradient for each argument.
-    """
-    tensors: list[Tensor] = []
-    places: list[int] = []
-    again: list[tuple[int, int]] = []
-    own: list[tuple[int, str]] = []
-    known: dict[int, int] = {}
-    held = {} if function is not None else _tensors_of(twin, path)
-    for place, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            continue
-        if id(leaf) in held:
-            own.append((place, held[id(leaf)]))
-        elif id(leaf) in known and function is None:
-            again.append((place, known[id(leaf)]))
-        else:
-            known[id(leaf)] = len(tensors)
-            tensors.append(leaf)
-            places.append(place)
-    return tensors, tuple(places), tuple(again), tuple(own)
+    tensors: list[Tensor] = field(default_factory=list)  # each once
+    places: tuple[int, ...] = ()
+    again: tuple[tuple[int, int], ...] = ()  # places where one is given once more, and its number
+    own: tuple[tuple[int, str], ...] = ()  # places of tensors of the module, and their names
+
+    @classmethod
+    def among(cls, leaves: Sequence[Any], twin: nn.Module, path: str, function: Any) -> Self:
+        """Return those of a call; a Function has a gradient for each argument."""
+        given, known = cls(), dict[int, int]()
+        held = {} if function is not None else _tensors_of(twin, path)
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            if id(leaf) in held:
+                given.own += ((place, held[id(leaf)]),)
+            elif id(leaf) in known and function is None:
+                given.again += ((place, known[id(leaf)]),)
+            else:
+                known[id(leaf)] = len(given.tensors)
+                given.tensors.append(leaf)
+                given.places += (place,)
+        return given
 
 
 def _tensors_of(twin: nn.Module, path: str) -> dict[int, str]:
