@@ -138,7 +138,8 @@ def _by_name(name: str, parameters: Sequence[nn.Parameter], device: torch.device
 
 def _bytes_of(optimizer: Optimizer, device: torch.device) -> OptimizerBytes:
     block_bytes = device_of(device).block_bytes
-    name, there = type(optimizer).__name__, _state_bytes(optimizer, device, block_bytes)
+    state = (t for own in optimizer.state.values() for t in _on(device, own))
+    name, there = type(optimizer).__name__, tensors_bytes(state, device)
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     is_there = bool(trained) and all(optimizer.state.get(p) for p in trained)
     whole_bytes = sum(_size(p, block_bytes) for p in trained)
@@ -226,17 +227,6 @@ def _without_content(tensor: Tensor) -> nn.Parameter:
     made = nn.Parameter(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
     made.grad = torch.empty_like(made)
     return made
-
-
-def _state_bytes(
-    optimizer: Optimizer, device: torch.device, block_bytes: Callable[[int], int]
-) -> int:
-    found = {
-        t.untyped_storage()._cdata: _size(t, block_bytes)
-        for state in optimizer.state.values()
-        for t in _on(device, state)
-    }
-    return sum(found.values())
 
 
 def _on(device: torch.device, state: Any) -> Iterator[Tensor]:
