@@ -88,7 +88,8 @@ class CodeWatch:
     """While active, notes which functions start on this thread: the user's, and apart libraries'.
 
     `path` gives the submodule that runs. `first` is called before a function of the user runs for
-    the first time. Another thread counts where `elsewhere` says so, from Python 3.12 on.
+    the first time, and again where its variables around it or the type of its first argument are
+    others. Another thread counts where `elsewhere` says so, from Python 3.12 on.
     """
 
     def __init__(
@@ -235,17 +236,23 @@ class CodeWatch:
 
     def _note(self, code: CodeType, frame: FrameType) -> None:
         key = id(code), id(frame.f_globals)
-        seen = self.seen.get(key)
+        seen, is_new = self.seen.get(key), False
         if seen is None:
-            seen = self.seen[key] = Seen(code, frame.f_globals)
-            self._first(seen, frame)
-        seen.paths.add(self._path())
+            seen, is_new = Seen(code, frame.f_globals), True
+            self.seen[key] = seen
         if code.co_freevars or code.co_argcount:
             values = frame.f_locals
             if code.co_freevars:
-                seen.free.add(tuple(id(values.get(name)) for name in code.co_freevars))
+                free = tuple(id(values.get(name)) for name in code.co_freevars)
+                is_new |= free not in seen.free
+                seen.free.add(free)
             if code.co_argcount:
-                seen.owners.add(type(values.get(code.co_varnames[0])))
+                owner = type(values.get(code.co_varnames[0]))
+                is_new |= owner not in seen.owners
+                seen.owners.add(owner)
+        if is_new:
+            self._first(seen, frame)
+        seen.paths.add(self._path())
 
     # ------------------------------------------------------------------ what is written in C
 

@@ -56,6 +56,12 @@ def _read(code: CodeType) -> Loads:
         elif kind.endswith("_DEREF") and name in code.co_freevars:
             stores = kind.startswith(("STORE", "DELETE"))
             (found.stores if stores else found.free).setdefault(name, line)
+    for inner in code.co_consts:  # functions that it makes read its variables, and set them
+        if isinstance(inner, CodeType):
+            of_inner = loads_of(inner)
+            for name in {*inner.co_freevars} & {*code.co_freevars}:
+                sets = name in of_inner.stores
+                (found.stores if sets else found.free).setdefault(name, inner.co_firstlineno)
     if not _BY_ANY_NAME.isdisjoint(code.co_names):
         found.attributes.setdefault(ANY, line)
     return found

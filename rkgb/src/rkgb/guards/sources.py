@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -265,11 +265,19 @@ def _functions(
             del _known[next(iter(_known))]
         known = _known[id(one.code)] = Known(one, found[id(one.code)])
         known.holders = _holders(one)
+    set_cells = {id(cell) for one in others for cell in _cells_set_by(one)}
     for one in others:
         ours = _of_the_code(one)
-        # A variable that was set meanwhile holds something else; then all of them count.
-        ran = [f for f in ours if any(_has_run(f, then, copies) for then in one.free)] or ours
-        yield from ((one, function) for function in ran)
+        ran = [f for f in ours if any(_has_run(f, t, copies, set_cells) for t in one.free)]
+        yield from ((one, function) for function in ran or ours)
+
+
+def _cells_set_by(seen: Seen) -> Iterator[CellType]:
+    """Yield the variables of functions around that a code may have set."""
+    stores = loads_of(seen.code).stores
+    for function in _of_the_code(seen) if stores else ():
+        names = zip(seen.code.co_freevars, function.__closure__ or (), strict=True)
+        yield from (cell for name, cell in names if name in stores)
 
 
 def _holding(codes: Sequence[CodeType]) -> Iterable[Any]:
@@ -301,8 +309,8 @@ class Known:
 
     def are_all(self, seen: Seen) -> bool:
         """Whether there can be no other function by now."""
-        if not self.code.co_freevars:  # others differ in their defaults at most
-            return bool(self.functions)
+        if not (self.code.co_freevars or self.code.co_argcount or self.code.co_kwonlyargcount):
+            return bool(self.functions)  # another one would do and read the same
         # Between two recordings, another function may take the place of another holder.
         if self._seen() is not seen or _holders(seen) > self.holders:
             return False
@@ -348,10 +356,19 @@ def unbound(value: Any) -> Any:
     return value
 
 
-def _has_run(function: FunctionType, then: tuple[int, ...], copies: Mapping[int, Any]) -> bool:
-    """Whether a function, or one that was made of it for a copy, ran with these free variables."""
-    contents = map(cell_content, function.__closure__ or ())
-    return all(
-        id(value) == held or copies.get(held, ABSENT) is value
-        for held, value in zip(then, contents, strict=True)
-    )
+def _has_run(
+    function: FunctionType,
+    then: tuple[int, ...],
+    copies: Mapping[int, Any],
+    set_cells: Container[int],
+) -> bool:
+    """Whether a function, or one that was made of it for a copy, ran with these free variables.
+
+    One that may have been set meanwhile tells nothing.
+    """
+    for held, cell in zip(then, function.__closure__ or (), strict=True):
+        value = cell_content(cell)
+        is_as_then = id(value) == held or copies.get(held, ABSENT) is value
+        if not is_as_then and id(cell) not in set_cells:
+            return False
+    return True
