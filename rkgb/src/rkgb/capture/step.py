@@ -24,8 +24,9 @@ from rkgb.capture.ways import Asked, Way
 from rkgb.device.chosen import trace_memory
 from rkgb.device.trace import Span
 from rkgb.elements.effect import Assertion, Assign, Effect, InputMutation
+from rkgb.elements.module_paths import is_inside
 from rkgb.elements.sample import Sample
-from rkgb.elements.trees import Structure, UnknownTreeError, flatten
+from rkgb.elements.trees import Structure, UnknownTreeError, flatten, holds_tensors
 from rkgb.errors import (
     NeedsContentError,
     NotRecordedError,
@@ -37,9 +38,11 @@ from rkgb.errors import (
 )
 from rkgb.graphs.basic import BackwardKind, BasicGraph, Metered
 from rkgb.guards.code_watch import CodeWatch, Seen
+from rkgb.guards.loads import ANY, loads_of
 from rkgb.guards.outside import Outside, Readable
 from rkgb.guards.sources import ReadInBackward, Sources
 from rkgb.module_state.kept_writes import KeptWrites, ParameterPlaces
+from rkgb.recording.facts import TensorFacts
 from rkgb.recording.places import Places
 from rkgb.recording.repeated import KERNEL
 from rkgb.recording.watch import CallWatch, as_written, no_idle_looks, no_reading, refused_calls
@@ -51,6 +54,7 @@ from rkgb.safeguards.side_effects import KeptState, Printed
 from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.private.autograd import current_autograd_node
 from rkgb.torch_api.quiet import printing_to, without_prints, without_warnings
+from rkgb.torch_api.tensor_facts import written_on
 
 if TYPE_CHECKING:
     from rkgb.opaque import PieceRecorder
@@ -73,6 +77,9 @@ class RecordedStep:
         self.places = Places(self.twin)
         self.recorder = asked.recorder(type(model).__name__, self.device, self.places)
         self.recorder.numbers = numbers
+        own = dict(model.named_parameters())
+        parameters = {id(new): own[name] for name, new in self.twin.named_parameters()}
+        self.facts = TensorFacts({**self.originals, **parameters})
         self.outside = Outside(self.twin)
         places = self.places
         self.codes = CodeWatch(lambda: places.path, self.outside.note)
@@ -103,7 +110,7 @@ class RecordedStep:
 
         pieces = PieceRecorder(
             *(self.recorder, self.twin, way.opaque, asked.known),
-            *(self.codes, self._looked_at),
+            *(self.codes, self._looked_at, self.facts),
             tried=way.tried,
             runs=asked.runs_pieces,
         )
@@ -218,6 +225,27 @@ class RecordedStep:
             **found,
         )
 
+    def _refuse_written_tensors(self) -> None:
+        """Refuse a tensor that is an attribute of an input: a recording would keep this one.
+
+        Raises:
+            NotRecordedError: one is asked for.
+        """
+        asked = {
+            name
+            for one in self.codes.seen.values()
+            if not all(any(is_inside(path, whole) for whole in self.opaque) for path in one.paths)
+            for name in (*loads_of(one.code).attributes, *one.names)
+        }
+        for leaf in self.sample.tensors:
+            for name, value in written_on(leaf).items():
+                if (name in asked or ANY in asked) and holds_tensors(value):
+                    raise NotRecordedError(
+                        f"reads the attribute '{name}' of a tensor that it gets, which holds a "
+                        "tensor",
+                        "pass that as an argument of its own",
+                    )
+
     def _refuse_on_host(self, roots: Sequence[str], kind: BackwardKind) -> None:
         """Refuse gradients that begin on the host: autograd runs each device in its own thread.
 
@@ -249,6 +277,8 @@ class RecordedStep:
         in_backward = [*self.backward_codes.seen.values(), *checkpointed]
         if in_backward or again:
             found.of_backward = ReadInBackward(Sources.of(in_backward, self.originals), again)
+        for (_, name), (tensor, where) in self.facts.asked.items():
+            found.add_fact(tensor, name, where)
         for key, module in self.places.outside.items():
             own = self.originals.get(key, module)
             found.called[id(own)] = weakref.ref(own)
@@ -278,6 +308,8 @@ class RecordedStep:
         with self.hidden.watching():
             result = self._call()
         places.refuse_moves()
+        self.arguments.refuse_written()
+        self._refuse_written_tensors()
         settings = self._settings(attributes)
         if settings:
             raise SettlesError(settings, self.recorder.forward, self._sources())
@@ -351,7 +383,7 @@ class RecordedStep:
             plain,
             no_idle_looks(),
             refused_calls(self.recorder),
-            CallWatch(self.recorder),
+            CallWatch(self.recorder, self.facts),
             self._following(self.codes),
         ):
             sample = self._sample()

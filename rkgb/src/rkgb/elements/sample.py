@@ -14,6 +14,7 @@ from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 from rkgb.errors import TraceError
 from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.private.flags import is_cast_anew
+from rkgb.torch_api.tensor_facts import standing_for
 
 _ATTRIBUTE = "~"  # first character of keywords that no forward can have
 
@@ -43,7 +44,7 @@ def own_copy(leaf: Any) -> Any:
     """Return a copy of a tensor that a run may write to; any other value unchanged."""
     if not isinstance(leaf, Tensor):
         return leaf
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return standing_for(leaf.detach().clone().requires_grad_(leaf.requires_grad), leaf)
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Sample:
                 if is_cast_anew(value):
                     with torch.no_grad():
                         new = new.view_as(new)
-                made[key] = new.requires_grad_(value.requires_grad)
+                made[key] = standing_for(new.requires_grad_(value.requires_grad), value)
             return made[key]
 
         return self.with_leaves(tuple(map(leaf, self.leaves)))

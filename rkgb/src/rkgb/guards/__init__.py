@@ -10,12 +10,14 @@ are read), and watched.py (what a value counts as, and whether it is the same st
 
 from rkgb.guards.code_watch import CodeWatch
 from rkgb.guards.contents import Contents
+from rkgb.guards.loads import ANY
 from rkgb.guards.outside import Readable
 from rkgb.guards.owners import is_users
 from rkgb.guards.sources import ReadInBackward, Source, Sources
 from rkgb.guards.watched import Kept, Named, Same, Watched, content_of
 
 __all__ = [
+    "ANY",
     "CodeWatch",
     "Contents",
     "Kept",

@@ -96,7 +96,7 @@ def _doors() -> dict[str, dict[str, Door]]:
     add(posix.__name__, (n for n in vars(posix) if n not in _STEADY), system)
     add("time", _CLOCKS, system)
     add(_home(open), ("open", "open_code"), system)  # "io", or "_io" from Python 3.12 on
-    add("gc", (name for name in vars(gc) if name.startswith("get_")), system)
+    add("gc", (n for n in vars(gc) if n.startswith("get_") or n == "isenabled"), system)
     add("_thread", ("get_ident", "get_native_id"), system)
     add("builtins.type", ("__subclasses__",), system)
     add("torch._C.Generator", ("initial_seed", "get_state", "seed"), system)

@@ -27,6 +27,7 @@ from rkgb.guards.loads import loads_of
 from rkgb.guards.owners import hands_on, is_ours
 from rkgb.guards.watched import Watched
 from rkgb.torch_api.patches import meant
+from rkgb.torch_api.tensor_facts import fact
 
 _BUILTINS = vars(builtins)
 _Environ = type(os.environ)
@@ -36,11 +37,17 @@ _Environ = type(os.environ)
 class Source:
     """A place that can be read again, and in words which, and where it was read."""
 
-    # The variables of a module, a cell, or a function, which is called where there is no name.
+    # The variables of a module, a cell, a function, which is called where there is no name, or a
+    # weak reference to a tensor, which is asked for a fact.
     owner: Any
     name: str
     told: str
     where: str  # file.py:12
+
+    @property
+    def is_of_tensor(self) -> bool:
+        """Whether it is a fact of a tensor: what runs whole gets another one."""
+        return isinstance(self.owner, weakref.ref)
 
     @property
     def key(self) -> tuple[int, str]:
@@ -58,6 +65,9 @@ class Source:
             return meant(self.owner.get(self.name, ABSENT), ABSENT)
         if isinstance(self.owner, CellType):
             return cell_content(self.owner)
+        if isinstance(self.owner, weakref.ref):
+            tensor = self.owner()
+            return ABSENT if tensor is None else fact(tensor, self.name)
         return getattr(self.owner, self.name) if self.name else self.owner()
 
     def watch(self, watched: Watched, value: Any) -> None:
@@ -174,6 +184,12 @@ class Sources:
     def ask(self, names: Iterable[str]) -> None:
         """Take it that all submodules ask for attributes of these names."""
         self.asked = {**self.asked, **dict.fromkeys(names, frozenset(("",)))}
+
+    def add_fact(self, tensor: Tensor, name: str, where: str) -> None:
+        """Add what a tensor is asked for (`torch_api/tensor_facts.py`), by any submodule."""
+        source = Source(weakref.ref(tensor), name, f"'{name}' of a tensor of the module", where)
+        self.places.setdefault(source.key, source)
+        self.paths[source.key] = frozenset(("",))
 
     def _ask(self, names: Iterable[str], seen: Seen) -> None:
         for name in names:

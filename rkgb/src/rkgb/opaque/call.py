@@ -18,8 +18,9 @@ from rkgb.errors import ChangesArgumentsError, OpaquePieceError
 from rkgb.graphs.basic import Region, autocast_as
 from rkgb.opaque.inner_graph import InnerGraph
 from rkgb.recording.watch import as_written
-from rkgb.torch_api.placed import leaf_of_kind, share_attributes
+from rkgb.torch_api.placed import attributes_of, leaf_of_kind, share_attributes
 from rkgb.torch_api.private.autograd import back_to_autograd
+from rkgb.torch_api.tensor_facts import standing_for
 
 # Torch's own tables of a module, which have been seen to.
 _TABLES = frozenset(vars(nn.Module()))
@@ -199,6 +200,8 @@ def run_call(
         inputs = []
         for tensor, wants in zip(tensors, call.wanting, strict=True):
             inputs.append(inner.entering(tensor) if wants else tensor.detach())
+            if attributes_of(tensor):  # what is written on it
+                standing_for(inputs[-1], tensor)
             if not wants:
                 inner.ends.append(None)
         with _own_parameters(model, module, call.parameters, inner.refuse_foreign) as parameters:

@@ -15,16 +15,19 @@ from torch import Tensor, nn
 
 from rkgb.device.rng import RngState
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten, holds_tensors
+from rkgb.errors import NotRecordedError, SideEffectError
 from rkgb.guards.contents import OF_MODULE
 from rkgb.module_state.kept_writes import KeptWrites, ParameterPlaces
 from rkgb.module_state.start_of_call import BufferContents, Lent, ModuleState
 from rkgb.opaque.call import Call, changes_arguments, run_call
+from rkgb.recording.facts import FactWatch, TensorFacts
 from rkgb.torch_api.by_values import noting_calls
 from rkgb.torch_api.compiled_code import BRANCHES
 from rkgb.torch_api.patches import Patches
-from rkgb.torch_api.placed import placed_parameters
+from rkgb.torch_api.placed import attributes_of, placed_parameters
 from rkgb.torch_api.private.autograd import nodes_from
 from rkgb.torch_api.private.flags import without_cast_cache
+from rkgb.torch_api.tensor_facts import standing_for, written_on
 
 _Name = tuple[str, str]  # path of the module, and name of the attribute
 
@@ -88,13 +91,22 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def left_by(
-    call: Call, module: nn.Module, tensors: Sequence[Tensor], twin: nn.Module, device: torch.device
+    call: Call,
+    module: nn.Module,
+    tensors: Sequence[Tensor],
+    twin: nn.Module,
+    device: torch.device,
+    facts: TensorFacts,
 ) -> LeftBehind:
     """Run a call and restore the state; return its side effects.
 
     Raises:
         ChangesArgumentsError: it writes to its arguments, which are restored.
+        SideEffectError: it asks a tensor for what only the one that was given can tell.
     """
+    for tensor in tensors:
+        if not attributes_of(tensor):  # each run is on others, which stand for them
+            standing_for(tensor, tensor)
     stream, state = RngState.save(device), ModuleState(module)
     contents, lent = BufferContents(module), Lent(module)
     own = [(f"argument {place}", tensor) for place, tensor in enumerate(tensors)]
@@ -112,11 +124,22 @@ def left_by(
     refused = [(torch, name, refuse) for name in BRANCHES if hasattr(torch, name)]
     replaced = [*refused, (Tensor, "retain_grad", retaining)]
     try:
-        with kept, noting_calls() as called, Patches(replaced), without_cast_cache():
+        with (
+            kept,
+            noting_calls() as called,
+            Patches(replaced),
+            without_cast_cache(),
+            FactWatch(facts, known=False),
+        ):
             # On the parameters themselves, to see which of them get other memory.
             bare = replace(call, parameters=())
             try:
-                run_call(bare, twin, tensors)
+                _, _, inputs, _ = run_call(bare, twin, tensors)
+                if any(
+                    written_on(new) != written_on(t) for new, t in zip(inputs, tensors, strict=True)
+                ):
+                    raise changes_arguments(call)
+                del inputs
                 first = Attributes(module, call.path)
                 left = first.with_history(before)
                 nodes = {name: first.nodes(name) for name in left}
@@ -131,6 +154,11 @@ def left_by(
                     }
             finally:
                 moved = places.put_back()
+    except NotRecordedError as error:
+        raise SideEffectError(
+            f"cannot run module {call} whole: it {error.found}. {error.do.capitalize()}.",
+            module_path=call.path.rpartition(".")[0],
+        ) from error
     except NotImplementedError:  # it may write later
         _refuse_written(call, kept.written, own)
         inside = {id(p) for p in module.parameters()}

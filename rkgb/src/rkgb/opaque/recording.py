@@ -27,6 +27,7 @@ from rkgb.opaque.link import Connect, Link, Tried
 from rkgb.opaque.piece import Piece, RunPiece
 from rkgb.opaque.recurrent import draws_by_cudnn
 from rkgb.opaque.trial import Trials
+from rkgb.recording.facts import TensorFacts
 from rkgb.recording.recorder import Recorder
 from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.private.autograd import without_saved_hooks
@@ -43,11 +44,12 @@ class PieceRecorder:
         known: BasicGraph | None,
         codes: CodeWatch,
         looked_at: Callable[[list[Seen]], Readable | None],
+        facts: TensorFacts,
         *,
         tried: Tried | None = None,
         runs: bool = True,
     ) -> None:
-        self.codes, self.looked_at = codes, looked_at
+        self.codes, self.looked_at, self.facts = codes, looked_at, facts
         targets = [op.target for op in known.ops] if known is not None else []
         pieces = [target.piece for target in targets if isinstance(target, RunPiece)]
         self.tried = Tried() if tried is None else tried
@@ -251,7 +253,7 @@ class PieceRecorder:
             or not known.call.serves(call.trainable)
         ):
             with self.codes.apart() as ran:
-                seen = left_by(call, module, tensors, self.twin, self.recorder.device)
+                seen = left_by(call, module, tensors, self.twin, self.recorder.device, self.facts)
             # Always asked: what it uses up is put back from now on.
             self.trials.takes_by_values |= seen.takes_by_values
             reads = self.looked_at(ran)

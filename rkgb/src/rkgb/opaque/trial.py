@@ -31,6 +31,7 @@ from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.private.autograd import gradients_kept, nodes_from
 from rkgb.torch_api.private.memory import weak_storage
+from rkgb.torch_api.tensor_facts import standing_for
 
 
 @dataclass
@@ -238,7 +239,7 @@ class _Runs:
         An example are attributes of a Function's `ctx`. The call runs on copies, which are dropped;
         those that survive are held.
         """
-        own = [tensor.detach().clone() for tensor in self.tensors]
+        own = [standing_for(tensor.detach().clone(), tensor) for tensor in self.tensors]
         result, inner, inputs, given = run_call(self.call, self.twin, own)
         _, made, _ = taken_apart(self.call, result, inputs)
         inner.finish(inputs, made)

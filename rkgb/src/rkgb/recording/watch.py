@@ -24,6 +24,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from rkgb.errors import NotRecordedError, ReadsDataError
 from rkgb.graphs.basic import ambient_autocast
+from rkgb.recording.facts import TensorFacts
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.recorder import Recorder
 from rkgb.torch_api.compiled_code import BRANCHES, uncompiled
@@ -71,9 +72,9 @@ _READS = ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr")
 class CallWatch(TorchFunctionMode):
     """While active, refuses calls that a recording would lose."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, facts: TensorFacts) -> None:
         super().__init__()
-        self.recorder = recorder
+        self.recorder, self.facts = recorder, facts
 
     def __torch_function__(
         self,
@@ -86,6 +87,8 @@ class CallWatch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self.recorder.is_paused:
             return func(*args, **(kwargs or {}))
+        if (answer := self.facts.answer(func, args)) is not None:
+            return answer[0]
         if func in _WITHOUT_OPERATION:
             raise NotRecordedError(_WITHOUT_OPERATION[func])
         if name in _NOT_RECORDED and getattr(func, "__module__", "").startswith("torch"):

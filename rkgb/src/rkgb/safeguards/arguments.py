@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from rkgb.elements.effect import ContainerMutation
 from rkgb.elements.sample import Sample
 from rkgb.elements.trees import flatten, holds_tensors, refilled
-from rkgb.errors import BrokenPieceError, SideEffectError
+from rkgb.errors import BrokenPieceError, NotRecordedError, SideEffectError
+from rkgb.torch_api.tensor_facts import written_on
 
 _PLAIN = (Tensor, type(None), bool, int, float, str, type, nn.Module)
 
@@ -26,12 +27,30 @@ class Arguments:
         named: list[tuple[int | str, Any]] = [*enumerate(sample.args), *sample.kwargs.items()]
         own = [(place, value) for place, value in named if not isinstance(value, _PLAIN)]
         self._before = [(place, value, *flatten(value)) for place, value in own]
+        tensors = {id(leaf): leaf for leaf in sample.leaves if isinstance(leaf, Tensor)}
+        self._written = [(tensor, {**written_on(tensor)}) for tensor in tensors.values()]
         # These are the user's own objects; a sample has copies of all that hold tensors.
         self._empty = [
             (leaf, _copy_of(leaf))
             for leaf in sample.leaves
             if not isinstance(leaf, _PLAIN) and hasattr(leaf, "__dict__")
         ]
+
+    def refuse_written(self) -> None:
+        """Refuse attributes of tensors that were set.
+
+        Raises:
+            NotRecordedError: with the name of one.
+        """
+        for tensor, before in self._written:
+            now = written_on(tensor)
+            for name in before.keys() | now.keys():
+                if name not in now or name not in before or now[name] is not before[name]:
+                    raise NotRecordedError(
+                        f"sets the attribute '{name}' of a tensor that it gets, which a planned "
+                        "step would not do",
+                        "return what is to be kept",
+                    )
 
     def refilled(self) -> list[tuple[ContainerMutation, Any]]:
         """Return the arguments with new content.

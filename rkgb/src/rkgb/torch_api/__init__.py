@@ -50,6 +50,7 @@ from rkgb.torch_api.private.modes import (
 from rkgb.torch_api.private.tables import dict_versions, group_store, same_kinds
 from rkgb.torch_api.private_names import refuse_unused
 from rkgb.torch_api.quiet import without_prints
+from rkgb.torch_api.tensor_facts import unusual_facts, written_on
 
 __all__ = [
     "EXTRA_FLOP_FORMULAS",
@@ -97,10 +98,12 @@ __all__ = [
     "same_kinds",
     "set_sequence_nr",
     "straight_to_kernels",
+    "unusual_facts",
     "unwatched",
     "with_flags",
     "without_global_hooks",
     "without_hooks_after_gradients",
     "without_prints",
     "without_saved_hooks",
+    "written_on",
 ]

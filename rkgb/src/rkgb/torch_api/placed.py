@@ -26,12 +26,12 @@ def leaf_of_kind(like: nn.Parameter, memory: Tensor) -> nn.Parameter:
     return made
 
 
-def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
-    """Return the attributes of a parameter in which a library keeps what its memory means.
+def attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """Return the attributes of a tensor in which a library or a user keeps what it means.
 
     A tensor around others has these among its own, and looks after them itself.
     """
-    return {} if hasattr(type(parameter), "__tensor_flatten__") else vars(parameter)
+    return {} if hasattr(type(tensor), "__tensor_flatten__") else vars(tensor)
 
 
 def share_attributes(leaf: nn.Parameter, parameter: nn.Parameter) -> None:

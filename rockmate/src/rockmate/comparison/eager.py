@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from rkgb.elements import flatten, same_bits
 from rkgb.engine import Sample, trace_memory
 from rkgb.graphs import autocast_as
 from rkgb.module_state import PythonRandom
-from rkgb.recording import as_written
+from rkgb.recording import answering, as_written
 from rkgb.torch_api import (
     gradients_kept,
     leaves_behind,
@@ -68,7 +69,9 @@ def run_step(
     stream, python = RngState.save(device), PythonRandom(lends=True)
 
     def run(_span: Any) -> None:
-        with as_written():  # otherwise BatchNorm in a checkpoint would count the step twice
+        # The module itself asks these tensors what a planned step has asked the user's.
+        asked = answering(sample.tensors) if call is twin else nullcontext()
+        with asked, as_written():  # otherwise BatchNorm in a checkpoint would count the step twice
             result = flatten(call(*sample.args, **sample.keywords))[0]
         wanting = [t for t in result if isinstance(t, Tensor) and t.requires_grad]
         # A returned parameter gets its gradient from the loss, not from the step.

@@ -17,8 +17,8 @@ from rkgb.elements import Structure, attribute_of, flatten
 from rkgb.engine import Sample
 from rkgb.errors import shown
 from rkgb.graphs import ambient_autocast
-from rkgb.guards import content_of
-from rkgb.torch_api import is_cast_anew, kernel_flags
+from rkgb.guards import ANY, content_of
+from rkgb.torch_api import is_cast_anew, kernel_flags, unusual_facts, written_on
 
 _PLAIN = frozenset((type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size))
 _DEVICES = ("cpu", "cuda")
@@ -75,7 +75,7 @@ def key_of(
     for leaf in leaves:
         kind = type(leaf)
         if kind is Tensor or kind is nn.Parameter:
-            kinds.append(_kind(leaf))
+            kinds.append(_kind(leaf, asked))
         elif kind in _PLAIN:
             kinds.append((kind, leaf))
         elif kind is float:
@@ -94,6 +94,13 @@ def _told_apart(leaves: Sequence[Any], kinds: list[Any]) -> tuple[Hashable, ...]
             if isinstance(leaf, Tensor) and first.setdefault(id(leaf), place) != place:
                 kinds[place] = (*kinds[place], _Again(first[id(leaf)]))
     return tuple(kinds)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What Python asks a tensor for beside its kind, where it is unusual or written on it."""
+
+    answers: tuple[tuple[str, Hashable], ...]
 
 
 @dataclass(frozen=True)
@@ -197,7 +204,7 @@ class _Value:
 def _worth(leaf: Any, asked: frozenset[str]) -> Hashable:
     if isinstance(leaf, Tensor):
         own = type(leaf) in (Tensor, nn.Parameter)
-        return _kind(leaf) if own else (*_kind(leaf), type(leaf))
+        return _kind(leaf, asked) if own else (*_kind(leaf, asked), type(leaf))
     if type(leaf) is float:
         return float, leaf.hex()
     if type(leaf) in _PLAIN:
@@ -205,12 +212,17 @@ def _worth(leaf: Any, asked: frozenset[str]) -> Hashable:
     return _Value(leaf, *content_of(leaf, asked))
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
+def _kind(tensor: Tensor, asked: frozenset[str]) -> tuple[Any, ...]:
     strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
     wants: bool | str = tensor.requires_grad
     if wants and ambient_autocast() is not None and is_cast_anew(tensor):
         wants = "cast anew at every use"
-    return tensor.dtype, tensor.device, wants, tensor.shape, strides
+    kind = tensor.dtype, tensor.device, wants, tensor.shape, strides
+    found = unusual_facts(tensor, asked)
+    if own := written_on(tensor):
+        names = sorted(own.keys() if ANY in asked else own.keys() & asked)
+        found += tuple((name, _worth(own[name], asked)) for name in names)
+    return (*kind, _Facts(found)) if found else kind
 
 
 def _kinds_in(key: Any) -> tuple[Hashable, ...]:
@@ -233,5 +245,7 @@ def _told(kind: Any) -> str:
     text = f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
     text += f" with strides {strides}" if strides != usual else ""
     text += f", the same object as input {kind[-1].place}" if isinstance(kind[-1], _Again) else ""
+    facts = next((part for part in kind[5:] if isinstance(part, _Facts)), _Facts(()))
+    text += "".join(f", with '{name}'" for name, _ in facts.answers)
     more = f", {requires_grad}" if isinstance(requires_grad, str) else ""
     return text + (f" requiring a gradient{more}" if requires_grad else "")

@@ -151,7 +151,7 @@ class Snapshot:
         if not sources.attributes and not sources.places:
             return
         for number, (key, source) in enumerate(sources.places.items()):
-            if all(map(runs_whole, sources.paths[key])):
+            if all(map(runs_whole, sources.paths[key])) and not source.is_of_tensor:
                 continue
             value = source.read()
             self._watched.where = source.told

@@ -1,0 +1,94 @@
+"""What Python can ask a tensor for beside its kind: how it was made, and what is written on it.
+
+Steps run on tensors that stand for a user's: new leaves on the same memory. Each remembers what the
+user's answers. Where it answers otherwise, what asks for it can be seen.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping
+
+import torch
+from torch import Tensor
+
+from rkgb.torch_api.placed import attributes_of
+
+_MARK = "_rkgb_facts"  # attribute of a tensor that stands for another one
+
+
+def _version(tensor: Tensor) -> Hashable:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _has_gradient(tensor: Tensor) -> Hashable:
+    may_have = tensor.is_leaf or tensor.retains_grad  # torch warns about others
+    return may_have and tensor._grad is not None
+
+
+def _history(tensor: Tensor) -> Hashable:
+    return "" if tensor.grad_fn is None else tensor.grad_fn.name()
+
+
+def _storage_offset(tensor: Tensor) -> Hashable:
+    return tensor.storage_offset() if tensor.layout is torch.strided else 0
+
+
+def _is_pinned(tensor: Tensor) -> Hashable:
+    return tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.is_pinned()
+
+
+# By the names of attributes and methods, with what most tensors answer.
+_FACTS: Mapping[str, tuple[Callable[[Tensor], Hashable], Hashable]] = {
+    "is_leaf": (lambda tensor: tensor.is_leaf, True),
+    **dict.fromkeys(("grad_fn", "_grad_fn"), (_history, "")),
+    **dict.fromkeys(("grad", "_grad"), (_has_gradient, False)),
+    **dict.fromkeys(("_base", "_is_view"), (lambda t: t._is_view(), False)),
+    "_version": (_version, 0),
+    "output_nr": (lambda tensor: tensor.output_nr, 0),
+    "retains_grad": (lambda tensor: tensor.retains_grad, False),
+    "_backward_hooks": (lambda tensor: bool(tensor._backward_hooks), False),
+    "is_inference": (lambda tensor: tensor.is_inference(), False),
+    "is_pinned": (_is_pinned, False),
+    "storage_offset": (_storage_offset, 0),
+}
+NAMES = frozenset(_FACTS)
+# Those whose answer is the fact itself.
+PLAIN = NAMES - {"grad_fn", "_grad_fn", "grad", "_grad", "_base", "_backward_hooks"}
+
+
+def fact(tensor: Tensor, name: str) -> Hashable:
+    """Return what a tensor answers to one of `NAMES`: of a gradient, whether there is one."""
+    return _FACTS[name][0](tensor)
+
+
+def unusual_facts(tensor: Tensor, asked: frozenset[str]) -> tuple[tuple[str, Hashable], ...]:
+    """Return what a tensor answers to those of `asked` to which most answer otherwise."""
+    found = ((name, fact(tensor, name)) for name in _among(asked))
+    return tuple((name, answer) for name, answer in found if answer != _FACTS[name][1])
+
+
+@functools.lru_cache(maxsize=256)
+def _among(asked: frozenset[str]) -> tuple[str, ...]:
+    return tuple(sorted(asked & NAMES))
+
+
+def standing_for(tensor: Tensor, other: Tensor) -> Tensor:
+    """Let a tensor stand for another: it gets what is written on it, and remembers its facts."""
+    attributes = vars(tensor)
+    attributes.update(attributes_of(other))
+    if _MARK not in attributes:
+        attributes[_MARK] = {name: fact(other, name) for name in _FACTS}
+    return tensor
+
+
+def written_on(tensor: Tensor) -> dict[str, object]:
+    """Return the attributes that a user or a library has set on a tensor."""
+    own = attributes_of(tensor)
+    return {name: value for name, value in own.items() if name != _MARK} if own else own
+
+
+def original_fact(tensor: Tensor, name: str) -> Hashable:
+    """Return what the tensor answers to one of `NAMES` for which this one stands, if for any."""
+    known = vars(tensor).get(_MARK)
+    return fact(tensor, name) if known is None else known[name]

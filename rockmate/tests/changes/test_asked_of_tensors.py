@@ -1,0 +1,206 @@
+"""What Python asks a tensor for beside its kind: as plain PyTorch answers, or refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rkgb import SideEffectError
+from rockmate import Rockmate
+
+ROOM_BYTES = 1_000_000  # more than any of these takes
+
+
+class Asking(nn.Module):
+    """It computes something else where a tensor answers otherwise."""
+
+    def __init__(self, ask: Callable[[Tensor], float], *, is_whole: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.ask, self.is_whole = ask, is_whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.ask(x)
+        if self.is_whole:
+            x = x * (1 + random.random())
+        return self.last(torch.tanh(self.first(x)))
+
+
+def _wanting() -> Tensor:
+    return torch.randn(6, 8, requires_grad=True)
+
+
+def _with_gradient() -> Tensor:
+    x = _wanting()
+    x.grad = torch.ones(6, 8)
+    return x
+
+
+def _retaining() -> Tensor:
+    x = _wanting() * 2
+    x.retain_grad()
+    return x
+
+
+def _made_in_inference() -> Tensor:
+    with torch.inference_mode():
+        return torch.randn(6, 8)
+
+
+def _written() -> Tensor:
+    return torch.randn(6, 8).mul_(2)
+
+
+def _marked(value: object) -> Tensor:
+    x = torch.randn(6, 8)
+    x.scale = value
+    return x
+
+
+def _scale_of(x: Tensor) -> float:
+    found = getattr(x, "scale", 1.0)
+    return float(found[0] if isinstance(found, list) else found)
+
+
+# What is asked, an input that answers as most do, and one that does not.
+ASKED: dict[str, tuple[Callable[[Tensor], float], Callable[[], Tensor], Callable[[], Tensor]]] = {
+    "leaf": (lambda x: 1.0 + x.is_leaf, _wanting, lambda: _wanting() * 2),
+    "history": (lambda x: 1.0 + (x.grad_fn is None), _wanting, lambda: _wanting() * 2),
+    "gradient": (lambda x: 1.0 + (x.is_leaf and x.grad is None), _wanting, _with_gradient),
+    "retained": (lambda x: 1.0 + x.retains_grad, lambda: _wanting() * 2, _retaining),
+    "view": (lambda x: 1.0 + (x._base is None), lambda: torch.randn(6, 8), lambda: _wanting()[:]),
+    "version": (lambda x: 1.0 + x._version, lambda: torch.randn(6, 8), _written),
+    "offset": (
+        lambda x: 1.0 + x.storage_offset(),
+        lambda: torch.randn(6, 8),
+        lambda: torch.randn(7, 8)[1:],
+    ),
+    "inference": (
+        lambda x: 1.0 + torch.is_inference(x),
+        lambda: torch.randn(6, 8),
+        _made_in_inference,
+    ),
+    "written on it": (_scale_of, lambda: torch.randn(6, 8), lambda: _marked(3.0)),
+    "written in a list": (_scale_of, lambda: _marked([2.0]), lambda: _marked([3.0])),
+}
+
+
+# What only the user's own tensor can tell: refused where another one stands for it.
+OF_THE_USERS = ("history", "gradient", "view")
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["recorded", "whole"])
+@pytest.mark.parametrize("name", ASKED)
+def test_a_question_is_answered_as_in_plain_pytorch(name: str, is_whole: bool) -> None:
+    """Each input is given first to a new plan, and then to one for the other; three times each."""
+    ask, usual, unusual = ASKED[name]
+    refused = contextlib.suppress(SideEffectError if is_whole or name in OF_THE_USERS else ())
+    for makers in ((usual, unusual), (unusual, usual)):
+        torch.manual_seed(1)
+        inputs = [make() for make in makers for _ in range(3)]
+        model = Asking(ask, is_whole=is_whole)
+        twin = copy.deepcopy(model)
+        with refused:
+            planned = Rockmate(model, (inputs[0],), ROOM_BYTES)
+            for step, x in enumerate(inputs):
+                random.seed(step)
+                found = planned(x)
+                random.seed(step)
+                assert torch.equal(found, twin(x))
+                found.sum().backward()
+
+
+class OfOwn(nn.Module):
+    """It asks a parameter or a buffer of its own."""
+
+    def __init__(self, ask: Callable[[OfOwn], bool]) -> None:
+        super().__init__()
+        self.first, self.ask = nn.Linear(8, 4), ask
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) * (2.0 if self.ask(self) else 1.0)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda own: own.first.weight.grad is not None,
+        lambda own: own.first.weight._version > 1,
+        lambda own: own.count._version > 1,
+    ],
+    ids=["gradient", "version of a parameter", "version of a buffer"],
+)
+def test_a_tensor_of_the_module_answers_as_in_plain_pytorch(ask: Callable[[OfOwn], bool]) -> None:
+    torch.manual_seed(1)
+    model, x = OfOwn(ask), torch.randn(6, 8)
+    with contextlib.suppress(SideEffectError):
+        planned = Rockmate(model, (x,), ROOM_BYTES)
+        for _ in range(4):
+            plain = x @ model.first.weight.T + model.first.bias
+            expected = plain * (2.0 if ask(model) else 1.0)
+            found = planned(x)
+            assert torch.allclose(found, expected)
+            found.sum().backward()
+            with torch.no_grad():
+                model.first.weight.sub_(0.01 * model.first.weight.grad)
+                model.count.add_(1)
+
+
+def test_hidden_tensors_answer_as_in_plain_pytorch() -> None:
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            h.relu_()
+            half = h[:, :4]
+            return half * (1 + h._version + 2 * h.is_leaf + 4 * (half._base is None))
+
+    torch.manual_seed(1)
+    model, x = Hidden(), torch.randn(6, 8)
+    assert torch.equal(Rockmate(model, (x,), ROOM_BYTES)(x), model(x))
+
+
+def test_what_is_written_on_an_argument_is_refused() -> None:
+    class Writing(nn.Module):
+        def __init__(self, *, is_whole: bool) -> None:
+            super().__init__()
+            self.first, self.is_whole = nn.Linear(8, 8), is_whole
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.seen = True
+            return self.first(x) * (random.random() if self.is_whole else 1.0)
+
+    for is_whole in (False, True):
+        with pytest.raises(SideEffectError):
+            Rockmate(Writing(is_whole=is_whole), (torch.randn(6, 8),), ROOM_BYTES)
+
+
+def test_a_tensor_written_on_an_argument_is_read_anew_or_refused() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x * x.mask)
+
+    torch.manual_seed(1)
+    model, x = Masked(), torch.randn(6, 8)
+    x.mask = torch.ones(6, 1)
+    with contextlib.suppress(SideEffectError):
+        planned = Rockmate(model, (x,), ROOM_BYTES)
+        for step in range(3):
+            x.mask = torch.full((6, 1), float(step))
+            found = planned(x)
+            assert torch.equal(found, model(x))
+            found.sum().backward()
