@@ -46,19 +46,28 @@ def strides_of(gradient: Tensor | None) -> tuple[int, ...] | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """An opaque call, with the facts from its runs on the sample."""
+class Seen:
+    """What one run of an opaque call on the sample shows."""
 
-    call: Call
     results: Structure
     plain: tuple[Any, ...]  # leaves of the result: plain values, or a `Place` for a tensor
     kinds: tuple[TensorKind, ...]  # of the tensors among the results
     lies_in: tuple[int, ...]  # the input whose memory a result shares, or -1
-    # Results of which others are computed inside, or that are arguments: who asks for the gradient
-    # of one by its tensor outside would get a part of it.
+    # Results of which others are computed inside, or that are arguments, in order: who asks for the
+    # gradient of one by its tensor outside would get a part of it.
     inner: tuple[int, ...]
     differentiable: tuple[bool, ...]
     tangents: Tangents  # with which the gradients were seen
+    casts: tuple[str, ...]  # parameters that autocast casts in it, once per region
+    draws: bool  # random numbers in its backward, as hooks of its own do
+    checkpoints: bool  # plain PyTorch runs a part of it again in the backward
+
+
+@dataclass(frozen=True, eq=False)
+class Piece(Seen):
+    """An opaque call, with the facts from its runs on the sample."""
+
+    call: Call
     # Of inputs, then of parameters, part by part; None if there was none.
     gradients: tuple[TensorKind | None, ...]
     parts: tuple[int, ...]  # number of parts of each gradient; one for inputs
@@ -72,9 +81,6 @@ class Piece:
     runs_once: bool = False  # it changes or consumes outside state, so it must save its results
     reads: Readable | None = None  # what its functions may read outside, if it may run again
     written: tuple[str, ...] = ()  # parameters that the call writes
-    casts: tuple[str, ...] = ()  # parameters that autocast casts in it, once per region
-    draws: bool = False  # random numbers in its backward, as hooks of its own do
-    checkpoints: bool = False  # plain PyTorch runs a part of it again in the backward
     over: dict[str, int] = field(default_factory=dict)  # largest held bytes above `held_bytes`
 
     def result(self, tensors: Sequence[Tensor], given: Sequence[Tensor]) -> Any:

@@ -16,7 +16,7 @@ from rkgb.device.chosen import trace_memory
 from rkgb.device.rng import KeptGenerators, RngState
 from rkgb.elements.spread import settled
 from rkgb.elements.tensor_info import storage_id, storage_of
-from rkgb.elements.trees import Structure, flatten
+from rkgb.elements.trees import flatten
 from rkgb.errors import SideEffectError
 from rkgb.module_state.kept_writes import KeptTensors
 from rkgb.module_state.start_of_call import BufferContents, Lent, ModuleState
@@ -24,7 +24,7 @@ from rkgb.opaque.call import Call, TensorKind, changes_arguments, run_call, take
 from rkgb.opaque.gradients import added, gradients_of, laid
 from rkgb.opaque.inner_graph import is_entry
 from rkgb.opaque.left_behind import refuse
-from rkgb.opaque.piece import Piece, Tangents, strides_of
+from rkgb.opaque.piece import Piece, Seen, Tangents, strides_of
 from rkgb.torch_api.by_values import TakingMost
 from rkgb.torch_api.firing import firing_order
 from rkgb.torch_api.patches import Patches
@@ -39,11 +39,7 @@ class _Trial:
     """One run of a call, forward and backward."""
 
     made: list[Tensor]
-    results: Structure
-    plain: tuple[Any, ...]
-    differentiable: tuple[bool, ...]
-    inner: tuple[int, ...]  # results of which others are made, in order
-    tangents: Tangents
+    seen: Seen
     # Of inputs in one part, of parameters in all parts.
     gradients: tuple[tuple[TensorKind, ...], ...]
     needs: tuple[tuple[str, int], ...]
@@ -53,10 +49,7 @@ class _Trial:
     transforms: bool  # it has a transform, whose saved tensors were not seen
     foreign: list[Tensor]  # leaves that are no parameters: made inside, or from elsewhere
     strangers: tuple[str, ...]  # leaves that are parameters of other modules
-    casts: tuple[str, ...]  # parameters
     came: tuple[int, ...]  # inputs, then parameters, that got parts of gradients, in order
-    draws: bool  # random numbers in its backward
-    checkpoints: bool  # plain PyTorch runs a part of it again in the backward
 
     def in_order(self, call: Call) -> tuple[str, ...]:
         """Return the parameters in the order in which their gradients are complete.
@@ -188,28 +181,18 @@ class _Runs:
         put_back()
         one, two = trials
         self._refuse_foreign(one, two)
-        taken = {storage_id(t): place for place, t in enumerate(self.tensors)}
         spans = trace.spans
         held = one.held_bytes
         unseen = spans[0].end_bytes - spans[0].start_bytes - one.made_bytes[0] - held
         held += max(0, unseen)
         return Piece(
+            **vars(one.seen),
             call=call,
-            results=one.results,
-            plain=one.plain,
-            kinds=tuple(map(TensorKind.of, one.made)),
-            inner=one.inner,
-            lies_in=tuple(taken.get(storage_id(t), -1) for t in one.made),
-            differentiable=one.differentiable,
-            tangents=one.tangents,
             gradients=tuple(kind for kinds in one.gradients for kind in kinds or (None,)),
             parts=tuple(max(1, len(kinds)) for kinds in one.gradients),
             needs=tuple(sorted({*one.needs, *hidden})),
             buffer_bytes=sum(b.nbytes for b, _ in contents.copies) if writes else 0,
             written=self.written,
-            casts=one.casts,
-            draws=one.draws,
-            checkpoints=one.checkpoints,
             held_bytes=held,
             workspace_bytes=(
                 max(0, spans[0].added_peak_bytes - one.made_bytes[0] - held),
@@ -309,13 +292,22 @@ class _Runs:
                 own[:] = [added(own)]
         del others
         end = time.perf_counter()
-        return _Trial(
-            made=made,
+        taken = {storage_id(t): place for place, t in enumerate(tensors)}
+        seen = Seen(
             results=structure,
             plain=tuple(leaves),
-            differentiable=differentiable,
+            kinds=tuple(map(TensorKind.of, made)),
+            lies_in=tuple(taken.get(storage_id(t), -1) for t in made),
             inner=nested,
+            differentiable=differentiable,
             tangents=layouts,
+            casts=tuple(n for at, n in enumerate(call.parameters, len(tensors)) if at in cast),
+            draws=not RngState.save(self.device).equals(random.state),
+            checkpoints=inner.checkpoints,
+        )
+        return _Trial(
+            made=made,
+            seen=seen,
             gradients=tuple(tuple(map(TensorKind.of, own)) for own in parts),
             needs=needs,
             held_bytes=held,
@@ -323,9 +315,6 @@ class _Runs:
             time_ms=((middle - before) * 1e3, (end - after) * 1e3),
             transforms=inner.transforms,
             came=_as_visited(inner.came, len(tensors)),
-            draws=not RngState.save(self.device).equals(random.state),
-            checkpoints=inner.checkpoints,
-            casts=tuple(n for at, n in enumerate(call.parameters, len(tensors)) if at in cast),
             foreign=foreign,
             strangers=tuple(self.names[id(t)] for t in leaves_used if id(t) in self.names),
         )
