@@ -166,14 +166,14 @@ class Rockmate(nn.Module):
             first.problem,
             first.plan,
             first.executor.planned.compiled.source,
-            first.network.pieces,
-            type(self._rockmate.model).__name__,
-            first.seconds,
-            first.measured_peak_bytes,
             compiled_part(first),
             cut_parts(first),
-            self._rockmate.settings.cost == "measured",
-            in_short(made_with(basic.device), input_texts(basic)),
+            pieces=first.network.pieces,
+            name=type(self._rockmate.model).__name__,
+            seconds=first.seconds,
+            measured_peak_bytes=first.measured_peak_bytes,
+            is_timed=self._rockmate.settings.cost == "measured",
+            made_with=in_short(made_with(basic.device), input_texts(basic)),
         )
 
     @property

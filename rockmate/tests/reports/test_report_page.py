@@ -22,8 +22,9 @@ from rockmate.reports import page
 from rockmate.reports.charts import Chart, thinned, ticks
 from rockmate.reports.curve import overhead_curve
 from rockmate.reports.modules import ModuleRow, columns, module_rows, moved_rows
-from rockmate.reports.plan_report import OpaquePiece, PlanReport
+from rockmate.reports.plan_report import PlanReport
 from rockmate.schedules.moves import uses_of_copies
+from rockmate.schedules.plan import OpaquePiece
 from runs.planned import wrap
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -41,7 +42,11 @@ def path(wrapped: Rockmate, tmp_path_factory: pytest.TempPathFactory) -> Path:
     report = wrapped.plan
     piece = OpaquePiece("a<b", "Experts & co", 1234, 3.25)
     whole = PlanReport(
-        *(report.problem, report.plan, "", (piece,), "Net<T>"), report.seconds, 1 << 20
+        *(report.problem, report.plan),
+        pieces=(piece,),
+        name="Net<T>",
+        seconds=report.seconds,
+        measured_peak_bytes=1 << 20,
     )
     return whole.html(tmp_path_factory.mktemp("page") / "plan.html", points=4)
 
@@ -285,7 +290,7 @@ def test_a_browser_shows_all_of_the_page(path: Path, tmp_path: Path, width: int)
 
 def test_the_page_says_where_it_was_planned_and_what_its_words_mean(wrapped: Rockmate) -> None:
     report = wrapped.plan
-    said = html.unescape(" ".join(Elements(page.page(*_parts_of(report))).texts))
+    said = html.unescape(" ".join(Elements(page.page(report, [])).texts))
     assert f"torch {torch.__version__}" in said
     assert "inputs float32[64, 32]" in said
     assert "What the words mean" in said
@@ -295,7 +300,7 @@ def test_the_page_says_where_it_was_planned_and_what_its_words_mean(wrapped: Roc
 def test_flops_are_no_milliseconds_on_the_page() -> None:
     layers = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)]
     report = wrap(nn.Sequential(*layers), torch.randn(64, 32), 0.6, cost="flops").plan
-    said = " ".join(Elements(page.page(*_parts_of(report))).texts)
+    said = " ".join(Elements(page.page(report, [])).texts)
     assert "run again" in said
     assert re.search(r"\d (ms|us)\b", said) is None
 
@@ -312,7 +317,3 @@ def test_small_rows_of_modules_are_folded(wrapped: Rockmate) -> None:
     text = page._modules_section(rows, True)
     assert "<summary>12 more</summary>" in text
     assert Elements(text).tags.count("tr") == 20 + 2
-
-
-def _parts_of(report: PlanReport) -> tuple[Any, ...]:
-    return report.problem, report.plan, report._facts(), []

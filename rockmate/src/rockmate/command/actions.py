@@ -101,10 +101,11 @@ def _check_folder(out: str) -> None:
 
 
 def _report_of(file: PlanFile, saved: SavedPlan) -> PlanReport:
-    measured = saved.measured_peak_bytes
     return PlanReport(
-        *(saved.problem, saved.plan, "", saved.pieces, file.model),
-        measured_peak_bytes=measured,
+        *(saved.problem, saved.plan),
+        pieces=saved.pieces,
+        name=file.model,
+        measured_peak_bytes=saved.measured_peak_bytes,
         made_with=in_short(file.made_with, saved.inputs),
     )
 

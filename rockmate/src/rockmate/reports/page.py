@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import date
 
 from rockmate.problems.problem import Problem
@@ -13,7 +13,7 @@ from rockmate.reports.curve import CurvePoint
 from rockmate.reports.modules import ModuleRow, columns, module_rows, moved_rows, phases
 from rockmate.schedules.baselines import keeping_all_bytes, no_recomputation
 from rockmate.schedules.moves import clocks_of
-from rockmate.schedules.plan import Plan
+from rockmate.schedules.plan import OpaquePiece, Plan
 from rockmate.schedules.report import certificate, format_bytes, format_ms, round_up
 from rockmate.schedules.simulate import simulate
 
@@ -85,49 +85,52 @@ border:1px solid var(--line)}}
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """Facts about a planned module beside its problem and plan."""
+    """What a page shows of a planned module."""
 
-    name: str = "the module"
+    problem: Problem
+    plan: Plan
+    _: KW_ONLY
+    name: str = "the module"  # of its class
     seconds: Mapping[str, float] = field(default_factory=dict)  # of planning, by phase
     measured_peak_bytes: int | None = None
-    pieces: Sequence[tuple[str, str]] = ()  # paths of opaque calls, and a description
+    pieces: tuple[OpaquePiece, ...] = ()
     made_with: Mapping[str, str] = field(default_factory=dict)  # device, versions, shapes
     is_timed: bool = True  # False with cost="flops": milliseconds are then FLOPs
 
 
-def page(problem: Problem, plan: Plan, facts: PlanFacts, curve: Sequence[CurvePoint]) -> str:
+def page(facts: PlanFacts, curve: Sequence[CurvePoint]) -> str:
     """Return a whole HTML document."""
-    title = html.escape(f"{facts.name} within {format_bytes(plan.budget_bytes)}")
+    title = html.escape(f"{facts.name} within {format_bytes(facts.plan.budget_bytes)}")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{title}</title><style>body{{margin:0}}{STYLE}</style></head>"
         f'<body class="rockmate"><main><h1>{title}</h1>{_made_with(facts)}'
-        + "".join(_parts(problem, plan, facts, curve))
+        + "".join(_parts(facts, curve))
         + "</main></body></html>\n"
     )
 
 
-def snippet(problem: Problem, plan: Plan, facts: PlanFacts) -> str:
+def snippet(facts: PlanFacts) -> str:
     """Return the HTML for a notebook: the figures and memory over the step."""
+    memory = memory_section(facts.problem, facts.plan, facts.is_timed)
     return (
-        f'<style>{STYLE}</style><div class="rockmate"><main>{_facts(problem, plan, facts)}'
-        f'<div class="charts">{memory_section(problem, plan, facts.is_timed)}</div></main></div>'
+        f'<style>{STYLE}</style><div class="rockmate"><main>{_facts(facts)}'
+        f'<div class="charts">{memory}</div></main></div>'
     )
 
 
-def _parts(
-    problem: Problem, plan: Plan, facts: PlanFacts, curve: Sequence[CurvePoint]
-) -> Iterator[str]:
-    yield _facts(problem, plan, facts)
+def _parts(facts: PlanFacts, curve: Sequence[CurvePoint]) -> Iterator[str]:
+    problem, plan = facts.problem, facts.plan
+    yield _facts(facts)
     memory = memory_section(problem, plan, facts.is_timed)
     yield f'<div class="charts">{memory}{_curve_section(plan, curve)}</div>'
     yield _modules_section(module_rows(problem, plan.steps, plan.moves), facts.is_timed)
     yield _moves_section(problem, plan, facts.is_timed)
     if facts.pieces:
         rows = [
-            [html.escape(path or "(the module itself)"), html.escape(text)]
-            for path, text in facts.pieces
+            [html.escape(piece.path or "(the module itself)"), html.escape(str(piece))]
+            for piece in facts.pieces
         ]
         yield _section(
             "Opaque pieces",
@@ -140,13 +143,13 @@ def _parts(
     yield _section("What the words mean", "", f"<dl>{words}</dl>")
 
 
-def _facts(problem: Problem, plan: Plan, facts: PlanFacts) -> str:
-    measured = facts.measured_peak_bytes
+def _facts(facts: PlanFacts) -> str:
+    plan, measured = facts.plan, facts.measured_peak_bytes
     shown = [
         (format_bytes(plan.budget_bytes), "budget"),
         (format_bytes(plan.peak_bytes), "predicted peak"),
         (format_bytes(measured) if measured is not None else "not run", "peak of the self-test"),
-        (format_bytes(keeping_all_bytes(problem)), "peak without recomputation"),
+        (format_bytes(keeping_all_bytes(facts.problem)), "peak without recomputation"),
         (f"{100 * plan.overhead:.2f} %", "extra time"),
         (_distance(plan), "above the optimum"),
     ]

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rockmate.problems.problem import Problem
+from rockmate.reports.page import PlanFacts, page, snippet
 from rockmate.schedules.baselines import keeping_all_bytes
-from rockmate.schedules.plan import OpaquePiece, Plan
 from rockmate.schedules.report import format_bytes, format_plan
-
-if TYPE_CHECKING:
-    from rockmate.reports.page import PlanFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +43,12 @@ class CompiledPart:
 
 
 @dataclass(frozen=True)
-class PlanReport:
+class PlanReport(PlanFacts):
     """The plan of a module; it also has the attributes of its `Plan`."""
 
-    problem: Problem
-    plan: Plan
     program: str = ""  # the generated program, for people
-    pieces: tuple[OpaquePiece, ...] = ()
-    name: str = "the module"  # of its class
-    seconds: Mapping[str, float] = field(default_factory=dict)  # of planning, by phase
-    measured_peak_bytes: int | None = None
     compiled: CompiledPart | None = None  # with compile=True
     cut: tuple[str, ...] = ()  # parts that run in pieces of rows, and their agreement with eager
-    is_timed: bool = True  # False with cost="flops": milliseconds are then FLOPs
-    made_with: Mapping[str, str] = field(default_factory=dict)  # device, versions, shapes
 
     @property
     def opaque(self) -> tuple[str, ...]:
@@ -107,11 +94,10 @@ class PlanReport:
             >>> rk.plan.html("plan.html")
         """
         from rockmate.reports.curve import overhead_curve
-        from rockmate.reports.page import page
 
         curve = overhead_curve(self.problem, self.plan, points=points) if points else []
         path = Path(path)
-        text = page(self.problem, self.plan, self._facts(), curve)
+        text = page(self, curve)
         path.write_text(text, encoding="utf-8")
         return path
 
@@ -126,16 +112,7 @@ class PlanReport:
         return memory_figure(self.problem, self.plan)
 
     def _repr_html_(self) -> str:
-        from rockmate.reports.page import snippet
-
-        return snippet(self.problem, self.plan, self._facts())
-
-    def _facts(self) -> PlanFacts:
-        from rockmate.reports.page import PlanFacts
-
-        pieces = tuple((piece.path, str(piece)) for piece in self.pieces)
-        measured = self.measured_peak_bytes
-        return PlanFacts(self.name, self.seconds, measured, pieces, self.made_with, self.is_timed)
+        return snippet(self)
 
     def __getattr__(self, name: str) -> Any:
         # copy.copy asks for special methods before there is a plan; the plan's would be wrong.
