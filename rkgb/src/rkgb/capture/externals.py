@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rkgb.elements.op import Ref
+from rkgb.recording.facts import refuse_result
 from rkgb.recording.recorder import Recorder
 from rkgb.torch_api.placed import placed_parameters
 
@@ -22,6 +23,8 @@ class Externals:
         self.buffers: dict[str, str] = {}
         self.inputs: list[str | None] = []
         self._own_buffers: dict[int, str] = {}  # by identity
+        tensors = (t for t in given if isinstance(t, Tensor))
+        self._found = {*map(id, (*twin.parameters(), *twin.buffers(), *tensors))}
         for target, parameter in placed_parameters(twin, remove_duplicate=False):
             name = add(f"p_{_identifier(target)}", parameter, "parameter")
             self.parameters.setdefault(name, target)
@@ -44,9 +47,15 @@ class Externals:
                 self.leaves[id(leaf)] = name
 
     def named(self, output: Any) -> Any:
-        """Return a tensor that the forward returns as its name; what is no tensor as it is."""
+        """Return a tensor that the forward returns as its name; what is no tensor as it is.
+
+        Raises:
+            NotRecordedError: a step would return another one.
+        """
         if not isinstance(output, Tensor):
             return output
+        if id(output) not in self._found:
+            refuse_result(output)
         # A buffer is itself, whatever has been written to it.
         name = self._own_buffers.get(id(output)) or self.recorder.name_of(output)
         if name is None:

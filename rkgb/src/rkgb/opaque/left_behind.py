@@ -19,15 +19,15 @@ from rkgb.errors import NotRecordedError, SideEffectError
 from rkgb.guards.contents import OF_MODULE
 from rkgb.module_state.kept_writes import KeptWrites, ParameterPlaces
 from rkgb.module_state.start_of_call import BufferContents, Lent, ModuleState
-from rkgb.opaque.call import Call, changes_arguments, run_call
-from rkgb.recording.facts import FactWatch, TensorFacts
+from rkgb.opaque.call import Call, changes_arguments, run_call, taken_apart
+from rkgb.recording.facts import FactWatch, TensorFacts, refuse_result
 from rkgb.torch_api.by_values import noting_calls
 from rkgb.torch_api.compiled_code import BRANCHES
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.placed import attributes_of, placed_parameters
 from rkgb.torch_api.private.autograd import nodes_from
 from rkgb.torch_api.private.flags import without_cast_cache
-from rkgb.torch_api.tensor_facts import standing_for, written_on
+from rkgb.torch_api.tensor_facts import set_attribute, standing_for, written_on
 
 _Name = tuple[str, str]  # path of the module, and name of the attribute
 
@@ -134,12 +134,7 @@ def left_by(
             # On the parameters themselves, to see which of them get other memory.
             bare = replace(call, parameters=())
             try:
-                _, _, inputs, _ = run_call(bare, twin, tensors)
-                if any(
-                    written_on(new) != written_on(t) for new, t in zip(inputs, tensors, strict=True)
-                ):
-                    raise changes_arguments(call)
-                del inputs
+                _refuse_other_tensors(bare, twin, tensors)
                 first = Attributes(module, call.path)
                 left = first.with_history(before)
                 nodes = {name: first.nodes(name) for name in left}
@@ -173,6 +168,23 @@ def left_by(
     _refuse_written(call, kept.written, own)
     written = tuple(dict.fromkeys((*kept.written, *moved)))
     return LeftBehind(written, bool(moved), bool(retained), bool(called), tuple(left))
+
+
+def _refuse_other_tensors(call: Call, twin: nn.Module, tensors: Sequence[Tensor]) -> None:
+    """Run a call; refuse what is written on its tensors, and leaves that it returns.
+
+    Raises:
+        ChangesArgumentsError: an attribute of an argument was set.
+        NotRecordedError: a result would be another one in a step.
+    """
+    result, _, inputs, _ = run_call(call, twin, tensors)
+    for new, tensor in zip(inputs, tensors, strict=True):
+        if set_attribute(written_on(tensor), written_on(new)) is not None:
+            raise changes_arguments(call)
+    own = {*map(id, (*twin.parameters(), *twin.buffers()))}
+    for made in taken_apart(call, result, inputs)[1]:
+        if id(made) not in own:
+            refuse_result(made)
 
 
 def _refuse_written(

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from rkgb.errors import NotRecordedError
 from rkgb.guards.owners import is_users
-from rkgb.torch_api.tensor_facts import NAMES, PLAIN, fact, original_fact
+from rkgb.torch_api.tensor_facts import NAMES, PLAIN, fact, original_fact, written_on
 
 _BETWEEN = ("rkgb.recording", "torch.overrides", "torch._tensor")  # a question and its answer
 
@@ -79,6 +79,25 @@ class FactWatch(TorchFunctionMode):
     ) -> Any:
         answer = self._facts.answer(func, args, known=self._known)
         return func(*args, **(kwargs or {})) if answer is None else answer[0]
+
+
+def refuse_result(made: Tensor) -> None:
+    """Refuse a result that a step would return otherwise.
+
+    Raises:
+        NotRecordedError: an attribute is written on it, or it is a leaf with a gradient of its own.
+    """
+    if written := written_on(made):
+        raise NotRecordedError(
+            f"sets the attribute '{next(iter(written))}' of a tensor that it returns, which a "
+            "planned step would not do",
+            "return what is to be kept beside the tensor",
+        )
+    if made.requires_grad and made.is_leaf:
+        raise NotRecordedError(
+            "returns a leaf that it has made, whose gradient would not come to it",
+            "make it outside of forward, and pass it as an argument",
+        )
 
 
 def answering(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[Any]:

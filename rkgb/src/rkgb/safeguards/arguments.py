@@ -11,7 +11,7 @@ from rkgb.elements.effect import ContainerMutation
 from rkgb.elements.sample import Sample
 from rkgb.elements.trees import flatten, holds_tensors, refilled
 from rkgb.errors import BrokenPieceError, NotRecordedError, SideEffectError
-from rkgb.torch_api.tensor_facts import written_on
+from rkgb.torch_api.tensor_facts import set_attribute, written_on
 
 _PLAIN = (Tensor, type(None), bool, int, float, str, type, nn.Module)
 
@@ -43,14 +43,13 @@ class Arguments:
             NotRecordedError: with the name of one.
         """
         for tensor, before in self._written:
-            now = written_on(tensor)
-            for name in before.keys() | now.keys():
-                if name not in now or name not in before or now[name] is not before[name]:
-                    raise NotRecordedError(
-                        f"sets the attribute '{name}' of a tensor that it gets, which a planned "
-                        "step would not do",
-                        "return what is to be kept",
-                    )
+            name = set_attribute(before, written_on(tensor))
+            if name is not None:
+                raise NotRecordedError(
+                    f"sets the attribute '{name}' of a tensor that it gets, which a planned step "
+                    "would not do",
+                    "return what is to be kept",
+                )
 
     def refilled(self) -> list[tuple[ContainerMutation, Any]]:
         """Return the arguments with new content.

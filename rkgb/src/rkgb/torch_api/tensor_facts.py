@@ -88,6 +88,12 @@ def written_on(tensor: Tensor) -> dict[str, object]:
     return {name: value for name, value in own.items() if name != _MARK} if own else own
 
 
+def set_attribute(before: Mapping[str, object], now: Mapping[str, object]) -> str | None:
+    """Return the name of an attribute that is another object than before, if one is."""
+    names = (*before, *now)
+    return next((n for n in names if now.get(n, _MARK) is not before.get(n, _MARK)), None)
+
+
 def original_fact(tensor: Tensor, name: str) -> Hashable:
     """Return what the tensor answers to one of `NAMES` for which this one stands, if for any."""
     known = vars(tensor).get(_MARK)
