@@ -94,9 +94,6 @@ class DenseNet(nn.Sequential):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight)
-            elif isinstance(module, nn.BatchNorm2d):
-                nn.init.ones_(module.weight)
-                nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
 
