@@ -13,6 +13,7 @@ from torch import Tensor
 from rkgb.elements.spread import memory_of
 from rkgb.graphs.basic import autocast_as
 from rkgb.opaque.inner_graph import InnerGraph
+from rkgb.torch_api.firing import firing_order
 from rkgb.torch_api.private.autograd import back_to_autograd
 
 
@@ -84,3 +85,19 @@ def laid(gradient: Tensor, strides: tuple[int, ...] | None) -> Tensor:
     last = sum((size - 1) * step for size, step in zip(gradient.shape, strides, strict=True))
     memory = torch.full((last + 1,), 0.5, dtype=gradient.dtype, device=gradient.device)
     return memory.as_strided(gradient.shape, strides)
+
+
+def as_visited(groups: Sequence[tuple[int, ...]], inputs: int) -> tuple[int, ...]:
+    """Return the ends that nodes gave gradients to, in the order of plain PyTorch's hooks.
+
+    The engine visits leaves whose gradients are complete by the order of its heap. The first
+    `inputs` ends are arguments, which others have made: their nodes come later.
+    """
+    last = {place: number for number, group in enumerate(groups) for place in group}
+    found: list[int] = []
+    for number, group in enumerate(groups):
+        done = [p for p in dict.fromkeys(group) if last[p] == number and p >= inputs]
+        found += (place for place in group if place not in done)
+        alone = number + 1 == len(groups) and min(group, default=inputs) >= inputs
+        found += (done[k] for k in firing_order(len(done), "nothing" if alone else "node"))
+    return tuple(found)

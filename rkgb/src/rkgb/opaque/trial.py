@@ -21,12 +21,11 @@ from rkgb.errors import SideEffectError
 from rkgb.module_state.kept_writes import KeptTensors
 from rkgb.module_state.start_of_call import BufferContents, Lent, ModuleState
 from rkgb.opaque.call import Call, TensorKind, changes_arguments, run_call, taken_apart
-from rkgb.opaque.gradients import added, gradients_of, laid
+from rkgb.opaque.gradients import added, as_visited, gradients_of, laid
 from rkgb.opaque.inner_graph import is_entry
 from rkgb.opaque.left_behind import refuse
 from rkgb.opaque.piece import Piece, Seen, Tangents, strides_of
 from rkgb.torch_api.by_values import TakingMost
-from rkgb.torch_api.firing import firing_order
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.private.autograd import gradients_kept, nodes_from
@@ -314,7 +313,7 @@ class _Runs:
             made_bytes=(_bytes_of(made, tensors), _bytes_of([t for own in parts for t in own])),
             time_ms=((middle - before) * 1e3, (end - after) * 1e3),
             transforms=inner.transforms,
-            came=_as_visited(inner.came, len(tensors)),
+            came=as_visited(inner.came, len(tensors)),
             foreign=foreign,
             strangers=tuple(self.names[id(t)] for t in leaves_used if id(t) in self.names),
         )
@@ -388,19 +387,3 @@ def _bytes_of(tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> int:
     own = {storage_id(t) for t in known}
     sizes = {storage_id(t): storage_of(t).nbytes() for t in tensors}
     return sum(size for key, size in sizes.items() if key not in own)
-
-
-def _as_visited(groups: Sequence[tuple[int, ...]], inputs: int) -> tuple[int, ...]:
-    """Return the ends that nodes gave gradients to, in the order of plain PyTorch's hooks.
-
-    The engine visits leaves whose gradients are complete by the order of its heap. The first
-    `inputs` ends are arguments, which others have made: their nodes come later.
-    """
-    last = {place: number for number, group in enumerate(groups) for place in group}
-    found: list[int] = []
-    for number, group in enumerate(groups):
-        done = [p for p in dict.fromkeys(group) if last[p] == number and p >= inputs]
-        found += (place for place in group if place not in done)
-        alone = number + 1 == len(groups) and min(group, default=inputs) >= inputs
-        found += (done[k] for k in firing_order(len(done), "nothing" if alone else "node"))
-    return tuple(found)
