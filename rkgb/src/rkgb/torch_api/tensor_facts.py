@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,16 +76,22 @@ def _among(asked: frozenset[str]) -> tuple[str, ...]:
 
 def standing_for(tensor: Tensor, other: Tensor) -> Tensor:
     """Let a tensor stand for another: it gets what is written on it, and remembers its facts."""
-    attributes = vars(tensor)
-    attributes.update(attributes_of(other))
-    if _MARK not in attributes:
-        attributes[_MARK] = {name: fact(other, name) for name in _FACTS}
+    attributes = _attributes_of(other)
+    known = attributes.get(_MARK) or {name: fact(other, name) for name in _FACTS}
+    vars(tensor).update({**attributes, _MARK: known})
     return tensor
+
+
+def _attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """Return the attributes of a tensor, of which one without content has its own."""
+    kind = type(tensor)
+    is_traced = kind is not Tensor and "__torch_dispatch__" in vars(kind)
+    return {} if is_traced else attributes_of(tensor)
 
 
 def written_on(tensor: Tensor) -> dict[str, object]:
     """Return the attributes that a user or a library has set on a tensor."""
-    own = attributes_of(tensor)
+    own = _attributes_of(tensor)
     return {name: value for name, value in own.items() if name != _MARK} if own else own
 
 
