@@ -73,6 +73,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             met[test] += 1
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_collection_of_libraries() -> None:
+    """Freeze what is there when the tests of a file begin: it is there for ever."""
+    from runs.frozen import freeze
+
+    freeze()
+
+
 @pytest.fixture(autouse=True)
 def _rules_of_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.config.getoption("--cuda-rules"):
