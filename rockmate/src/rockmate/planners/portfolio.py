@@ -369,7 +369,7 @@ def _search(
 def _affordable(windows: int, steps: int) -> int:
     """Return fewer windows if the plan has so many steps that each window takes seconds."""
     longer = max(1.0, steps / _LONG_PLAN)
-    return max(2, int(windows / longer**2))
+    return min(windows, max(2, int(windows / longer**2)))
 
 
 def _no_options(problem: Problem, budget_bytes: int, hint: Steps) -> SolverResult:
