@@ -1,7 +1,11 @@
 """One thread for every test: results of some kernels depend on their number."""
 
+import functools
+
 import pytest
 import torch
+
+from rotor import planning
 
 
 @pytest.fixture(autouse=True)
@@ -11,3 +15,10 @@ def _seed_and_one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _little_search(monkeypatch):
+    """Let the search for intervals end soon where schedules are run; schedules/ calls it itself."""
+    little = functools.partial(planning.improve_with_intervals, effort=0.1)
+    monkeypatch.setattr(planning, "improve_with_intervals", little)
