@@ -50,8 +50,8 @@ def test_a_seed_is_a_case() -> None:
 
 @pytest.mark.slow
 def test_a_case_ends_twice_in_the_same_way() -> None:
-    first = [campaign.verdict_of(draw_case(seed)) for seed in range(3)]
-    assert first == [campaign.verdict_of(draw_case(seed)) for seed in range(3)]
+    first = [campaign.verdict_of(draw_case(seed)) for seed in range(2)]
+    assert first == [campaign.verdict_of(draw_case(seed)) for seed in range(2)]
 
 
 def test_every_form_is_drawn() -> None:

@@ -393,7 +393,7 @@ def test_cells_in_loops_give_eagers_bits(kind: type[nn.Module], budget: float) -
     torch.manual_seed(0)
     model = Loop(kind(8, 16))
     twin = eager_copy(model)
-    x = torch.randn(64, 12, 8)
+    x = torch.randn(64, 8, 8)
     wrapped = wrap(model, x, budget)
     for _ in range(2):
         wrapped(x).square().mean().backward()

@@ -201,8 +201,14 @@ class RunningRoot(nn.Module):
         return x + self.second(x)
 
 
-@pytest.mark.parametrize("budget", [0.9, 0.8])
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize(
+    ("around", "budget"),
+    [
+        pytest.param(around, budget, marks=[pytest.mark.nightly] * ((i + j) % 2))
+        for i, around in enumerate(AROUND)
+        for j, budget in enumerate((0.9, 0.8))
+    ],
+)
 def test_blocks_get_the_inputs_of_a_checkpoints_second_run(around: str, budget: float) -> None:
     torch.manual_seed(0)
     model = RunningRoot()

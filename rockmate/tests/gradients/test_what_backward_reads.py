@@ -143,7 +143,7 @@ def _wrapped(model: nn.Module, x: Tensor, budget: float) -> Rockmate:
         return wrap(model, x, error.minimum_bytes)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("budget", [pytest.param(1.0, marks=pytest.mark.nightly), 0.6, 0.01])
 @pytest.mark.parametrize(
     "order", [o if o in SOON else pytest.param(o, marks=pytest.mark.nightly) for o in ORDERS]

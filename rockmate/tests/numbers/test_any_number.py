@@ -360,7 +360,7 @@ class Expressions(nn.Module):
         return (self.linear(x) * factor + added).tanh() / divisor
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @example(["t", "t", "(t / (t - t))"], [])
 @given(st.lists(EXPRESSIONS, min_size=3, max_size=3), st.lists(st.tuples(NUMBERS, NUMBERS)))
 def test_any_arithmetic_of_any_numbers(texts: list[str], calls: list[tuple[float, float]]) -> None:

@@ -156,7 +156,7 @@ def test_a_function_that_reads_the_module_itself(name: str) -> None:
     pair = Pair(model, torch.randn(6, 8))
     pair.twin = twin
     pair.step()
-    for value in (0.25, 0.55, 0.75, 0.3, 0.8, 0.5):
+    for value in (0.25, 0.55, 0.75, 0.5):
         pair.set("t", value)
         pair.step()
         assert model.t == value
@@ -204,7 +204,7 @@ TARGETS = ("temperature", "scale", "drop.p", "norm.eps", "slope.negative_slope",
 VALUES = st.sampled_from((0.0, 1.0, 0.5, 2, 3, 0.25, 0.125, 1e-3, 0.9))
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(st.sampled_from(TARGETS), VALUES), min_size=4, max_size=10))
 def test_any_attribute_at_any_step(changes: list[tuple[str, float]]) -> None:
     pair = net_pair()

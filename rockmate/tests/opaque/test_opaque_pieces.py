@@ -166,8 +166,18 @@ def equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-@pytest.mark.parametrize("make", KINDS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("budget", [1.0, 0.75])
+@pytest.mark.parametrize(
+    ("make", "budget"),
+    [
+        pytest.param(
+            *(make, budget),
+            marks=[pytest.mark.nightly] * ((i + j) % 2),
+            id=f"{make.__name__}-{budget}",
+        )
+        for i, make in enumerate(KINDS)
+        for j, budget in enumerate((0.75, 1.0))
+    ],
+)
 def test_pieces_train_bit_for_bit_within_the_budget(
     make: Callable[[int], nn.Module], budget: float
 ) -> None:

@@ -74,6 +74,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Loss]]
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("budget", [1.0, 0.9])
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("seed", range(2))

@@ -80,6 +80,7 @@ WAYS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("decides", [False, True])
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("way", WAYS)
