@@ -39,7 +39,8 @@ from rockmate.solvers.result import stages_of
 PlanWithin: TypeAlias = Callable[[Problem, int], Plan]  # plans without moves
 
 _TRIES = 2000  # of sets, times the nodes, on a small graph
-_LARGER = 4  # on larger graphs only this part of the windows: each takes long, and seldom helps
+_STARTS = 5  # plans from which other sets are tried there
+_WINDOWS_PART = 4  # of the windows: each takes longer than without moves, and seldom helps
 _LITTLE = 1e-3  # extra time, as a part of the step, below which the search ends
 
 
@@ -126,16 +127,18 @@ def _search(
     starts = [start for arrivals in sets if (start := _start(found, arrivals, steps))]
     if not starts:
         return
-    best = min(starts, key=lambda start: start.time_ms)
+    starts.sort(key=lambda start: start.time_ms)
+    best = starts[0]
     if is_small:
-        best = _other_sets(found, best, steps)
+        others = (_other_sets(found, start, steps) for start in starts[:_STARTS])
+        best = min((best, *others), key=lambda start: start.time_ms)
     if found.is_free:
         return
     better = suited(found.problem)(
         best.arrivals.problem,
         best.steps,
         found.budget_bytes,
-        windows=effort.windows if is_small else effort.windows // _LARGER,
+        windows=effort.windows // _WINDOWS_PART,
         window_limit=effort.window_limit,
         seed=seed,
         stop=lambda: found.is_over(effort),

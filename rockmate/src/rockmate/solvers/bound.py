@@ -54,7 +54,8 @@ from rockmate.solvers.result import stages_of
 
 _TIME_LIMIT_MS = 8000
 _LONG_NODES = 1500  # from here on each program takes half a second, so there is only one cut
-_INTEGER_NODES = 70  # that make something; up to here the 0/1 program is tried
+_FEW_NODES = 70  # that make something; up to here the 0/1 program is tried
+_HEAVY_CUTS = 6  # at once, on such a small graph with a link
 _INTEGER_LIMIT = 0.3  # its deterministic seconds, for each number of cuts
 _INTEGER_CUTS = (1, 3, 6)  # at the heaviest backwards
 _INTEGER_FULL = 6  # at those with most memory in use
@@ -68,8 +69,8 @@ def lower_bound(problem: Problem, budget_bytes: int, *, cuts: int = 2) -> float 
     """Return a lower bound, in ms, on the overhead of every schedule within the budget.
 
     It is the best bound without a cut, with single cuts, and with the best single cuts together, at
-    most `cuts`. Single cuts that do not help alone are left out. 0.0 means that no bound is known,
-    infinity that no schedule fits.
+    most `cuts`. Single cuts that do not help alone are left out. Small graphs have more cuts.
+    0.0 means that no bound is known, infinity that no schedule fits.
     """
     with heard_interrupts():
         return _lower_bound(problem, budget_bytes, cuts)
@@ -88,7 +89,12 @@ def _lower_bound(problem: Problem, budget_bytes: int, cuts: int) -> float:
     strong = sorted(helping, key=lambda stage: (-found[stage], stage))
     for count in range(2, min(cuts, len(strong)) + 1):
         best = max(best, _solve(problem, budget_bytes, sorted(strong[:count])) or 0.0)
-    if problem.link is None and sum(map(bool, problem.products)) <= _INTEGER_NODES:
+    if best == math.inf or not _is_small(problem):
+        return best
+    if problem.link is not None:
+        heavy = sorted(_heavy_stages(problem, _HEAVY_CUTS))
+        best = max(best, _solve(problem, budget_bytes, heavy) or 0.0)
+    else:
         chosen = [sorted(_heavy_stages(problem, count)) for count in _INTEGER_CUTS]
         chosen.append(sorted(_full_stages(problem, _INTEGER_FULL)))
         solve = functools.partial(_solve, problem, budget_bytes, integer=True)
@@ -104,8 +110,15 @@ def storages_to_move(
     The programs move parts of storages. What one of them moves most of is taken first. For another
     set it is fixed, and the program is solved again, until nothing is left.
     """
-    cuts: list[tuple[int, ...]] = [(), *((stage,) for stage in _full_stages(problem, 1))]
-    for stages in cuts:
+    full = _full_stages(problem, 2)
+    cuts: list[tuple[int, ...]] = [(), *((stage,) for stage in full[:2])]
+    fixed = cuts[:2]  # the others take longer, and are seldom better
+    if _is_small(problem):  # sets differ much there
+        heavy = _heavy_stages(problem, _HEAVY_CUTS)
+        cuts += [(stage,) for stage in (*full[2:], *heavy[2:3])]
+        fixed = list(cuts)
+        cuts += [tuple(sorted(full[:2])), tuple(sorted(heavy))]
+    for stages in dict.fromkeys(cuts):
         with heard_interrupts():
             program = _Program(problem, budget_bytes, stages, integer=False)
             bound, link = program.bound_ms(), program.link
@@ -113,7 +126,7 @@ def storages_to_move(
                 continue
             parts = link.chosen()
             yield tuple(sorted(_fitting([], parts, _ranked(parts), fits)))
-            if stages != cuts[-1] or len(cuts) == 1:  # which takes longer, and is seldom better
+            if stages in fixed:
                 yield tuple(sorted(_fixed_in_turn(program, link, fits)))
 
 
@@ -152,6 +165,10 @@ def _fitting(
         if parts[index] >= _HARDLY and fits([*found, index]):
             found.append(index)
     return found
+
+
+def _is_small(problem: Problem) -> bool:
+    return sum(map(bool, problem.products)) <= _FEW_NODES
 
 
 def _full_stages(problem: Problem, cuts: int) -> list[int]:

@@ -92,11 +92,17 @@ class LinkRows:
             for c in phases[:-1]:
                 brought = ((self.brought[d][o], 1) for d in phases[c:])
                 row([*brought, (self.later[c][o], -1)], least=0)
+                row([(self.ever[o], 1), (self.later[c][o], -1)], least=0)
             for c in phases:
                 row([(self.ever[o], 1), (self.brought[c][o], -1)], least=0)
+        # The suffix is the tighter one. With a single cut it raised no bound, and parts of storages
+        # that the sum allows told better which ones to move.
+        several = self.program.phases > 2
         for c, table in enumerate(self.elsewhere):
             for o, elsewhere in table.items():
-                runs = [(again[d][self.storages[o].producer], 1) for d in phases[c:]]
+                producer = self.storages[o].producer
+                tables = self.program.suffix[c : c + 1] if several else again[c:]
+                runs = [(table[producer], 1) for table in tables]
                 row([(elsewhere, 1), (held[c][o], 1), *runs], least=1)
                 row([(self.ever[o], 1), (elsewhere, -1)], least=0)
         self._add_in()
