@@ -54,7 +54,7 @@ from rockmate.solvers.result import stages_of
 
 _TIME_LIMIT_MS = 8000
 _LONG_NODES = 1500  # from here on each program takes half a second, so there is only one cut
-_FEW_NODES = 70  # that make something; up to here the 0/1 program is tried
+_INTEGER_NODES = 70  # that make something; up to here the 0/1 program, or more cuts
 _HEAVY_CUTS = 6  # at once, on such a small graph with a link
 _INTEGER_LIMIT = 0.3  # its deterministic seconds, for each number of cuts
 _INTEGER_CUTS = (1, 3, 6)  # at the heaviest backwards
@@ -168,7 +168,7 @@ def _fitting(
 
 
 def _is_small(problem: Problem) -> bool:
-    return sum(map(bool, problem.products)) <= _FEW_NODES
+    return sum(map(bool, problem.products)) <= _INTEGER_NODES
 
 
 def _full_stages(problem: Problem, cuts: int) -> list[int]:
