@@ -235,4 +235,47 @@ OBJECTS = {
         "self.layer_N.bias.register_post_accumulate_grad_hook(step_N)",
         kinds=LAST,
     ),
+    "questions to a tensor": Form(
+        "x = x * (1 + x._version + 2 * x.is_leaf + 4 * (x._base is None))\n"
+        "x = x / (2 + x.storage_offset() + (x.grad_fn is None))"
+    ),
+    "two of a factory": Form(
+        "x = self.second_N(self.first_N(x))",
+        "self.first_N, _ = scaling_N(0.5)\nself.second_N, self.set_N = scaling_N(0.7)",
+        top="def scaling_N(scale, turns=0):\n"
+        "    def scaled(x):\n        return x * sum(scale for _ in range(2)) / (1 + turns)\n\n"
+        "    def set_both(value):\n        nonlocal scale, turns\n"
+        "        scale, turns = value, turns + 1\n\n"
+        "    return scaled, set_both\n",
+        changes=("OWN.set_N(VALUE)",),
+        weight=2,
+    ),
+    "counters of a factory": Form(
+        "x = self.second_N(self.first_N(x))",
+        "self.first_N, self.second_N = counting_N(0), counting_N(1)",
+        top="def counting_N(count):\n    def counted(x):\n        nonlocal count\n"
+        "        count += 1\n        return x * count / (1 + count)\n\n    return counted\n",
+        weight=0.5,
+    ),
+    "one tensor given twice": Form(
+        "x = self.same_N(x, x)",
+        "self.same_N = Same_N()",
+        top="class Same_N(nn.Module):\n    def forward(self, a, b):\n"
+        "        if float(a.detach().sum()) > 1e9:\n            return a\n"
+        "        return a * 2 if a is b else a + b * 0.5\n",
+    ),
+    "argument returned": Form(
+        "x = x * 1.0\nsame_N = self.pass_N(x)\nx = same_N * 2 if same_N is x else same_N * 3",
+        "self.pass_N = Pass_N()",
+        top="class Pass_N(nn.Module):\n    def forward(self, a):\n"
+        "        return a if float(a.detach().sum()) < 1e9 else a * 2\n",
+    ),
+    "weight of its own given": Form(
+        "x = self.part_N(x, self.part_N.weight)",
+        "self.part_N = Part_N()",
+        top="class Part_N(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.weight = nn.Parameter(torch.ones(1))\n\n    def forward(self, a, weight):\n"
+        "        scale = 2.0 if weight is self.weight else 3.0\n"
+        "        return a * weight * (scale if float(a.detach().sum()) < 1e9 else 1.0)\n",
+    ),
 }
