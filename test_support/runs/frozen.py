@@ -30,7 +30,7 @@ class _Seeing:
 
 def freeze() -> None:
     """Let no later collection visit what is alive now."""
-    if not gc.get_freeze_count() and importlib.util.find_spec("rkgb") is not None:
+    if not _functions and importlib.util.find_spec("rkgb") is not None:
         for name in ("outside", "sources"):
             vars(importlib.import_module(f"rkgb.guards.{name}"))["gc"] = _Seeing()
     gc.collect()
