@@ -204,3 +204,44 @@ def test_a_tensor_written_on_an_argument_is_read_anew_or_refused() -> None:
             found = planned(x)
             assert torch.equal(found, model(x))
             found.sum().backward()
+
+
+KEPT = {"tensor": torch.ones(4)}
+
+
+class Keeps(nn.Module):
+    """It asks a tensor that is no parameter and no buffer."""
+
+    def __init__(self, ask: Callable[[Tensor], float], *, is_own: bool) -> None:
+        super().__init__()
+        self.layer, self.ask, self.is_own = nn.Linear(8, 4), ask, is_own
+        self.kept = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.ask(self.kept if self.is_own else KEPT["tensor"])
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["attribute", "global"])
+@pytest.mark.parametrize("what", ["written", "version", "gradient"])
+def test_kept_tensors_answer_as_in_plain_pytorch(what: str, is_own: bool) -> None:
+    ask: dict[str, Callable[[Tensor], float]] = {
+        "written": lambda t: getattr(t, "scale", 1.0),
+        "version": lambda t: 1.0 + t._version,
+        "gradient": lambda t: 1.0 + (t.grad is None),
+    }
+    torch.manual_seed(1)
+    KEPT["tensor"] = torch.ones(4)
+    model, x = Keeps(ask[what], is_own=is_own), torch.randn(6, 8)
+    kept = model.kept if is_own else KEPT["tensor"]
+    with contextlib.suppress(SideEffectError):
+        planned = Rockmate(model, (x,), ROOM_BYTES)
+        for step in range(4):
+            if step == 2 and what == "written":
+                kept.scale = 3.0
+            elif step == 2 and what == "version":
+                kept.mul_(1.0)
+            elif step == 2:
+                kept.grad = torch.ones(4)
+            found = planned(x)
+            assert torch.equal(found, model(x))
+            found.sum().backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -184,3 +185,20 @@ def test_classes_that_share_a_method_have_their_own_lists() -> None:
     assert (One.log, Two.log) == ([], [1])
     for expected, found in zip(plain, _steps(planned, lambda _: None), strict=True):
         assert torch.equal(expected, found)
+
+
+def test_functions_that_were_frozen_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("outside", "sources"):  # where tests see what they have frozen themselves
+        monkeypatch.setattr(f"rkgb.guards.{name}.gc", gc)
+    counted, set_scale = _counter_and_a_setter(1.0)
+    model = Calls(counted)
+    gc.freeze()
+    try:
+        planned = Rockmate(model, (torch.randn(6, 8),), ROOM_BYTES)
+        found = []
+        for scale in (1.0, 1.0, 3.0):
+            set_scale(scale)
+            found.append(planned(torch.ones(6, 8)) - model.last.bias)
+        assert torch.allclose(found[2], found[0] * 9)
+    finally:
+        gc.unfreeze()

@@ -23,7 +23,7 @@ from rkgb.guards.contents import OF_MODULE, Contents, Reached, has_content, is_u
 from rkgb.guards.entries import cell_content
 from rkgb.guards.loads import loads_of
 from rkgb.guards.owners import is_users
-from rkgb.guards.sources import Source, Sources, function_named, look_up, unbound
+from rkgb.guards.sources import Source, Sources, function_named, look_up, see_frozen, unbound
 from rkgb.torch_api.profilers import set_profile
 
 # Places that forwards were seen to change, of all models: few, and looked at by planning only.
@@ -379,6 +379,7 @@ def _with_defaults(code: CodeType, frame: FrameType) -> Iterator[FunctionType]:
 
 
 def _functions_of(code: CodeType) -> Iterator[FunctionType]:
+    see_frozen()
     for function in gc.get_referrers(code):
         if isinstance(function, FunctionType) and function.__code__ is code:
             yield function

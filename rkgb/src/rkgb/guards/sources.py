@@ -274,7 +274,8 @@ def _functions(
     new = [one for one in new if not _is_known(one)]
     found: dict[int, list[FunctionType]] = {id(one.code): [] for one in new}
     for function in _holding([one.code for one in new]):
-        if isinstance(function, FunctionType) and id(function.__code__) in found:
+        # No `isinstance`: some objects of torch answer it with a warning.
+        if type(function) is FunctionType and id(function.__code__) in found:
             found[id(function.__code__)].append(function)
     for one in new:
         while len(_known) >= _MOST:
@@ -298,9 +299,16 @@ def _cells_set_by(seen: Seen) -> Iterator[CellType]:
 
 def _holding(codes: Sequence[CodeType]) -> Iterable[Any]:
     """Return objects among which are all that hold one of these codes."""
+    see_frozen()
     if len(codes) < _MANY:
         return gc.get_referrers(*codes) if codes else ()
     return gc.get_objects()  # looking for each of them in all that is held would take seconds
+
+
+def see_frozen() -> None:
+    """Let Python's collector see what a user has frozen (`gc.freeze`): it finds nothing there."""
+    if gc.get_freeze_count():
+        gc.unfreeze()
 
 
 def look_up(seen: Iterable[Seen], copies: Mapping[int, Any]) -> None:

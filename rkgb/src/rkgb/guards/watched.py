@@ -54,7 +54,7 @@ from rkgb.guards.holding import (
 )
 from rkgb.guards.loads import ANY
 from rkgb.guards.owners import is_users
-from rkgb.torch_api import has_in_head
+from rkgb.torch_api import has_in_head, unusual_facts
 
 # Dynamo wraps these of `nn.Module` when it compiles for the first time: they only count modules.
 _TAGGED_BY_DYNAMO = frozenset(("__init__", "__setstate__"))
@@ -148,6 +148,7 @@ class Watched:
         # Not kept alive: what a step keeps for the next one may be replaced there.
         self.tensors: list[weakref.ref[Tensor]] = []
         self._kinds: list[Hashable] = []
+        self._written: dict[int, tuple[Hashable, ...]] = {}  # what is written on them
         self._numbers: dict[int, int] = {}  # of tensors, by identity
         self._entries: dict[int, Entries] = {}  # by the identity of the dict
         self.objects: list[Any] = []  # whose classes and attributes may be exchanged
@@ -183,7 +184,7 @@ class Watched:
             entries = self._entries.get(id(table))
             if entries is not None and not entries.hold():
                 return False
-        if self.tensors and [_kind(ref()) for ref in self.tensors] != self._kinds:
+        if self.tensors and [self._kind(ref()) for ref in self.tensors] != self._kinds:
             return False
         return (
             (untouched or self._hold_one_by_one())
@@ -248,8 +249,17 @@ class Watched:
         if number is None:
             number = self._numbers[id(value)] = len(self.tensors)
             self.tensors.append(weakref.ref(value))
-            self._kinds.append(_kind(value))
-        return Kept(number, self._kinds[number])
+            self._kinds.append(self._kind(value))
+            self._written[number] = tuple(self.of_tensor(value)) if self.asked else ()
+        kept = Kept(number, self._kinds[number])
+        return (kept, *written) if (written := self._written.get(number)) else kept
+
+    def _kind(self, tensor: Tensor | None) -> Hashable:
+        """Return what a plan takes for granted of a tensor; None if it is gone."""
+        if tensor is None:
+            return None
+        found = unusual_facts(tensor, self.asked)
+        return (*_kind(tensor), found) if found else _kind(tensor)
 
     def _weak(self, value: weakref.ref[Any], depth: int) -> Hashable:
         """Return what an object counts as that nobody may keep alive: by what it holds."""
@@ -482,10 +492,7 @@ def content_of(value: Any, asked: frozenset[str]) -> tuple[Hashable, bool]:
     return (None, False) if worth == Same(value) else (worth, True)
 
 
-def _kind(tensor: Tensor | None) -> Hashable:
-    """Return what a plan takes for granted of a tensor; None if it is gone."""
-    if tensor is None:
-        return None
+def _kind(tensor: Tensor) -> tuple[Hashable, ...]:
     strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
     wants = tensor.requires_grad, tensor.is_inference()
     is_lazy = tensor.is_conj(), tensor.is_neg()

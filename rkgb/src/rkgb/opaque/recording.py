@@ -31,6 +31,7 @@ from rkgb.recording.facts import TensorFacts
 from rkgb.recording.recorder import Recorder
 from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.private.autograd import without_saved_hooks
+from rkgb.torch_api.tensor_facts import stands_for_another, written_on
 
 
 class PieceRecorder:
@@ -121,6 +122,13 @@ class PieceRecorder:
         if trace is not None:
             leaves = trace.plain(leaves, followed)
         given = _GivenTensors.among(leaves, self.twin, path, function)
+        own = given.tensors if function is None else ()
+        if any(written_on(t) and not stands_for_another(t) for t in own):
+            raise SideEffectError(
+                f"cannot run a part of {self.recorder.model_name} whole: an attribute is set on a "
+                "tensor that it gets, which a planned step would not do. Pass it as an argument.",
+                module_path=path.rpartition(".")[0],
+            )
         grad_mode = torch.is_grad_enabled()
         self.count += 1
         return (

@@ -49,7 +49,7 @@ class TensorFacts:
         if isinstance(own, Tensor):
             where = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
             self.asked[id(own), name] = own, where
-            right = fact(own, name)
+            right, known = fact(own, name), False  # a copy in a test would answer for itself
         else:
             right = original_fact(tensor, name)
         if right == fact(tensor, name):

@@ -101,6 +101,11 @@ def set_attribute(before: Mapping[str, object], now: Mapping[str, object]) -> st
     return next((n for n in names if now.get(n, _MARK) is not before.get(n, _MARK)), None)
 
 
+def stands_for_another(tensor: Tensor) -> bool:
+    """Whether a tensor was made to stand for a user's."""
+    return _MARK in vars(tensor)
+
+
 def original_fact(tensor: Tensor, name: str) -> Hashable:
     """Return what the tensor answers to one of `NAMES` for which this one stands, if for any."""
     known = vars(tensor).get(_MARK)
