@@ -65,7 +65,10 @@ def fact(tensor: Tensor, name: str) -> Hashable:
 
 def unusual_facts(tensor: Tensor, asked: frozenset[str]) -> tuple[tuple[str, Hashable], ...]:
     """Return what a tensor answers to those of `asked` to which most answer otherwise."""
-    found = ((name, fact(tensor, name)) for name in _among(asked))
+    names = _among(asked)
+    if not names:
+        return ()
+    found = ((name, fact(tensor, name)) for name in names)
     return tuple((name, answer) for name, answer in found if answer != _FACTS[name][1])
 
 

@@ -219,7 +219,7 @@ def _kind(tensor: Tensor, asked: frozenset[str]) -> tuple[Any, ...]:
         wants = "cast anew at every use"
     kind = tensor.dtype, tensor.device, wants, tensor.shape, strides
     found = unusual_facts(tensor, asked)
-    if own := written_on(tensor):
+    if vars(tensor) and (own := written_on(tensor)):
         names = sorted(own.keys() if ANY in asked else own.keys() & asked)
         found += tuple((name, _worth(own[name], asked)) for name in names)
     return (*kind, _Facts(found)) if found else kind
