@@ -231,20 +231,22 @@ class RecordedStep:
         Raises:
             NotRecordedError: one is asked for.
         """
+        own = (pair for leaf in self.sample.tensors for pair in written_on(leaf).items())
+        written = [name for name, value in own if holds_tensors(value)]
+        if not written:
+            return
         asked = {
             name
             for one in self.codes.seen.values()
             if not all(any(is_inside(path, whole) for whole in self.opaque) for path in one.paths)
             for name in (*loads_of(one.code).attributes, *one.names)
         }
-        for leaf in self.sample.tensors:
-            for name, value in written_on(leaf).items():
-                if (name in asked or ANY in asked) and holds_tensors(value):
-                    raise NotRecordedError(
-                        f"reads the attribute '{name}' of a tensor that it gets, which holds a "
-                        "tensor",
-                        "pass that as an argument of its own",
-                    )
+        read = written if ANY in asked else [name for name in written if name in asked]
+        if read:
+            raise NotRecordedError(
+                f"reads the attribute '{read[0]}' of a tensor that it gets, which holds a tensor",
+                "pass that as an argument of its own",
+            )
 
     def _refuse_on_host(self, roots: Sequence[str], kind: BackwardKind) -> None:
         """Refuse gradients that begin on the host: autograd runs each device in its own thread.

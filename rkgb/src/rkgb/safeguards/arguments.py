@@ -28,7 +28,7 @@ class Arguments:
         own = [(place, value) for place, value in named if not isinstance(value, _PLAIN)]
         self._before = [(place, value, *flatten(value)) for place, value in own]
         tensors = {id(leaf): leaf for leaf in sample.leaves if isinstance(leaf, Tensor)}
-        self._written = [(tensor, {**written_on(tensor)}) for tensor in tensors.values()]
+        self._written = [(tensor, written_on(tensor)) for tensor in tensors.values()]
         # These are the user's own objects; a sample has copies of all that hold tensors.
         self._empty = [
             (leaf, _copy_of(leaf))

@@ -94,8 +94,7 @@ def _attributes_of(tensor: Tensor) -> dict[str, Any]:
 
 def written_on(tensor: Tensor) -> dict[str, object]:
     """Return the attributes that a user or a library has set on a tensor."""
-    own = _attributes_of(tensor)
-    return {name: value for name, value in own.items() if name != _MARK} if own else own
+    return {name: value for name, value in _attributes_of(tensor).items() if name != _MARK}
 
 
 def set_attribute(before: Mapping[str, object], now: Mapping[str, object]) -> str | None:
