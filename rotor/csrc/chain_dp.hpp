@@ -1,4 +1,4 @@
-// The recurrence of rotor/solver/reference.py, compiled. That file is the specification.
+// The recurrence of test_support/oracles/recurrence.py, compiled: that is the specification.
 //
 // Cells. (a, b) and (a', b') have the same values whenever stages a..b and a'..b' are equal one by
 // one and both or neither end the chain: they share one cell. L identical stages need 2L of them

@@ -4,5 +4,5 @@ Gets a graph, a program or a plan, and what it came from; gives an AssertionErro
 rkgb: `gradients`, `k_walk` (a walk through K alone), `check_program` (a checker that shares no code
 with what writes programs), `check_pieces` (of calls that run piece by piece). rockmate: `training`
 beside plain PyTorch; `best_plan`, an exhaustive search for tiny problems. rotor: `checkpointables`,
-and `best_schedule` of a small chain.
+`best_schedule` of a small chain, and `recurrence`, the dynamic program in readable Python.
 """

@@ -1,4 +1,4 @@
-"""Typed stub of the compiled dynamic program. The specification is `rotor.solver.reference`."""
+"""Typed stub of the compiled dynamic program; `test_support/oracles/recurrence.py` specifies it."""
 
 from collections.abc import Sequence
 

@@ -55,7 +55,8 @@ class Checkpointable(nn.Module):
     bytes; these are the attribute `mem_limit` and hold for later inputs too. The budget excludes
     what is resident: parameters, buffers, the input, and parameter gradients. The default is what
     is free on the CUDA device at the first training step. `module`, `input` and `mem_limit` are
-    the published names of `model`, `sample` and `budget`.
+    the published names of `model`, `sample` and `budget`. `force_python` is one, too, without an
+    effect: the compiled solver finds the same schedules.
 
     A plan is made for the sample of `measure`, or for the first input. An input that differs in
     shape, type, device, train/eval flags, frozen parameters or autocast gets a plan of its own.
@@ -100,7 +101,7 @@ class Checkpointable(nn.Module):
         self.__dict__["_sequential"] = model  # not registered a second time
         self.training = model.training
         self.mem_limit = None if budget is None else parse_limit(budget)
-        self._choice = Choice(mem_slots, force_python)
+        self._choice = Choice(mem_slots)
         self.preserve_rng_state = preserve_rng_state
         self.new_inputs = new_inputs
         self.max_plans = max_plans
@@ -148,12 +149,8 @@ class Checkpointable(nn.Module):
         given = self.mem_limit if mem_limit is None else parse_limit(mem_limit)
         limit = in_bytes(given, plan.measurement)
         before = self._choice
-        self._choice = Choice(
-            before.slots if mem_slots is None else mem_slots,
-            before.force_python if force_python is None else force_python,
-            strategy,
-            arguments,
-        )
+        slots = before.slots if mem_slots is None else mem_slots
+        self._choice = Choice(slots, strategy, arguments)
         try:
             schedule = self._schedule(plan, limit)
         except Exception:
@@ -299,11 +296,6 @@ class Checkpointable(nn.Module):
     def mem_slots(self) -> int:
         """The number of slots into which the solver divides the limit."""
         return self._choice.slots
-
-    @property
-    def force_python(self) -> bool:
-        """Whether the solver in Python is used in place of the compiled one."""
-        return self._choice.force_python
 
     @property
     def chain(self) -> Chain:

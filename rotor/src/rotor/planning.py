@@ -24,7 +24,6 @@ class Choice:
     """How schedules are made: the strategy, its arguments, and the solver's table."""
 
     slots: int = DEFAULT_SLOTS
-    force_python: bool = False
     strategy: str = "optimal"
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -61,11 +60,7 @@ def schedule_within(measurement: Measurement, limit_bytes: int | None, choice: C
 
 def _optimal(measurement: Measurement, budget_bytes: int, choice: Choice) -> Schedule:
     chain = measurement.chain
-    options = {
-        "slots": choice.slots,
-        "backend": "reference" if choice.force_python else "compiled",
-        **choice.arguments,
-    }
+    options = {"slots": choice.slots, **choice.arguments}
     intervals = options.pop("intervals", len(chain) <= MAX_STAGES)
     problem: InfeasibleBudgetError | None = None
     schedule: Schedule | None = None

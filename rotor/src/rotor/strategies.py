@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from rotor.errors import InfeasibleBudgetError
 from rotor.schedules.chain import Chain
@@ -91,15 +91,8 @@ def revolve(
     )
 
 
-def optimal(chain: Chain, budget_bytes: int, **arguments: Any) -> Schedule:
-    """The dynamic program: see `rotor.solve`."""
-    return solve(chain, budget_bytes, **arguments)
-
-
-def intervals(chain: Chain, budget_bytes: int, **arguments: Any) -> Schedule:
-    """Retention intervals, which may drop stored tensors: see `rotor.solver.intervals`."""
-    return solve_intervals(chain, budget_bytes, **arguments)
-
+optimal = solve
+intervals = solve_intervals  # which may drop stored tensors
 
 STRATEGIES: dict[str, Strategy] = {
     "optimal": optimal,

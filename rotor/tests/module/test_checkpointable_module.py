@@ -105,14 +105,6 @@ def test_on_a_cpu_the_limit_must_be_given():
         chk.compute_sequence()
 
 
-def test_reference_solver_gives_the_same_makespan():
-    chk = Checkpointable(mlp(3), torch.randn(8, 32), timer=one_millisecond, mem_slots=60)
-    limit = at_fraction(chk, 0.4)
-    makespan = chk.get_expected_makespan()
-    chk.compute_sequence(limit, force_python=True)
-    assert chk.get_expected_makespan() == makespan
-
-
 # -- the module around it -----------------------------------------------------------------------
 
 

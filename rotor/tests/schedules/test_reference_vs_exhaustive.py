@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oracles.best_schedule import exhaustive_search
+from oracles.recurrence import ReferenceTable
 from rotor import simulate
-from rotor.solver.recurrence import ReferenceTable
 from zoo.chains import chains
 
 INFINITY = float("inf")

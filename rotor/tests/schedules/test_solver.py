@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rotor
+from oracles.recurrence import ReferenceTable
 from rotor import Chain, InfeasibleBudgetError, TableTooLargeError, simulate, solve, solve_table
-from rotor.solver.recurrence import ReferenceTable
 from rotor.solver.table import CompiledTable, fastest_within
 from zoo.chains import chains, random_chain
 
@@ -72,22 +72,17 @@ def test_more_memory_is_never_slower(chain):
     assert makespans == sorted(makespans, reverse=True)
 
 
-@given(
-    chains(8, options=3, largest=900),
-    st.integers(1, 60),
-    st.floats(0, 1.2),
-    st.sampled_from(["compiled", "reference"]),
-)
-def test_smallest_budget_is_accepted_and_one_byte_less_refused(chain, slots, more, backend):
+@given(chains(8, options=3, largest=900), st.integers(1, 60), st.floats(0, 1.2))
+def test_smallest_budget_is_accepted_and_one_byte_less_refused(chain, slots, more):
     """Whatever the rounding, what is feasible in bytes is solved, within the budget."""
     with pytest.raises(InfeasibleBudgetError) as caught:
-        solve(chain, 0, slots=slots, backend=backend)
+        solve(chain, 0, slots=slots)
     least = caught.value.minimum_bytes
     if least > 0:
         with pytest.raises(InfeasibleBudgetError, match=f"at least {least} bytes"):
-            solve(chain, least - 1, slots=slots, backend=backend)
+            solve(chain, least - 1, slots=slots)
     for budget in (least, least + int(more * least)):
-        schedule = solve(chain, budget, slots=slots, backend=backend)
+        schedule = solve(chain, budget, slots=slots)
         timeline = simulate(chain, schedule.ops)
         assert timeline.peak_bytes == schedule.peak_bytes <= budget
         assert timeline.makespan_ms == schedule.makespan_ms
@@ -220,12 +215,7 @@ def test_solving_releases_the_gil():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"slots": 0}, "slots is 0"),
-        ({"headroom": 0.5}, "headroom is 0.5"),
-        ({"backend": "quantum"}, "backend 'quantum' is unknown"),
-    ],
+    ("arguments", "message"), [({"slots": 0}, "slots is 0"), ({"headroom": 0.5}, "headroom is 0.5")]
 )
 def test_nonsense_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -240,7 +230,7 @@ def test_solver_modules_load_without_torch():
         f"package = types.ModuleType('rotor'); package.__path__ = [{str(rotor.__path__[0])!r}]\n"
         "sys.modules['rotor'] = package\n"
         "import rotor.schedules.simulate, rotor.schedules.simulate, rotor.solver\n"
-        "import rotor.errors, rotor.solver.table, rotor.solver.recurrence\n"
+        "import rotor.errors, rotor.solver.table\n"
         "try:\n    import torch\nexcept ImportError:\n    print('loaded')\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

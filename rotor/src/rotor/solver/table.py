@@ -8,7 +8,7 @@ if its *true* peak is within the budget. 500 slots are then about as good as 400
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -17,7 +17,6 @@ from rotor.errors import InfeasibleBudgetError, TableTooLargeError
 from rotor.schedules.chain import Chain
 from rotor.schedules.ops import Backward, ForwardCheckpoint, ForwardEnableGrad, ForwardNoGrad, Op
 from rotor.schedules.simulate import Schedule
-from rotor.solver.recurrence import ReferenceTable
 
 if TYPE_CHECKING:
     from rotor._core import StageTuple  # the stub's, not the extension's
@@ -27,10 +26,11 @@ __all__ = ["ChainTable", "CompiledTable", "chain_tuples"]
 
 
 class CompiledTable:
-    """Opt(a, b, m) over 0 <= m <= `slots` slots of `unit_bytes`, in float32.
+    """Opt(a, b, m) over 0 <= m <= `slots` slots of `unit_bytes`, in float32 (see `csrc`).
 
     Raises:
-        TableTooLargeError: the table would take more than `max_table_bytes`; none is allocated.
+        TableTooLargeError: the table would take more than `max_table_bytes` (default: the free
+            memory); none is allocated.
     """
 
     def __init__(
@@ -45,8 +45,9 @@ class CompiledTable:
         self.unit = unit_bytes
         self.slots = slots
         self._core = ChainTable(chain_tuples(chain), unit_bytes, slots, share=share)
-        if max_table_bytes is not None and self._core.table_bytes > max_table_bytes:
-            raise TableTooLargeError(self._core.table_bytes, max_table_bytes, len(chain), slots)
+        limit = psutil.virtual_memory().available if max_table_bytes is None else max_table_bytes
+        if self._core.table_bytes > limit:
+            raise TableTooLargeError(self._core.table_bytes, limit, len(chain), slots)
         self._core.fill()
 
     @property
@@ -104,22 +105,8 @@ def _to_op(kind: int, stage: int, option: int) -> Op:
     return Backward(stage, option)
 
 
-Backend: TypeAlias = Literal["compiled", "reference"]
 DEFAULT_SLOTS = 500
 DEFAULT_HEADROOM = 1.25
-
-
-class Table(Protocol):
-    """The interface of the reference and of the compiled recurrence."""
-
-    unit: int
-    slots: int
-
-    @property
-    def smallest_slot(self) -> int: ...
-    def makespan(self, m: int) -> float: ...
-    def ops(self, m: int) -> list[Op]: ...
-    def tight_ops(self, m: int) -> list[Op]: ...
 
 
 def fastest_ops(chain: Chain) -> list[Op]:
@@ -132,7 +119,12 @@ def fastest_ops(chain: Chain) -> list[Op]:
 class ScheduleTable:
     """One table of the recurrence, read at any budget up to `headroom` times its own.
 
-    Memory is in slots of `unit_bytes`. The table ends where the fastest schedule fits.
+    Memory is in slots of `unit_bytes`. The table ends where the fastest schedule fits. It takes at
+    most about `2 * n² * slots * headroom` bytes for n stages, less where stages repeat and where a
+    run of stages is infeasible.
+
+    Raises:
+        TableTooLargeError: that is more than `max_table_bytes` (default: the free memory).
     """
 
     def __init__(
@@ -142,7 +134,6 @@ class ScheduleTable:
         *,
         slots: int = DEFAULT_SLOTS,
         headroom: float = DEFAULT_HEADROOM,
-        backend: Backend = "compiled",
         max_table_bytes: int | None = None,
     ) -> None:
         if slots < 1:
@@ -155,9 +146,11 @@ class ScheduleTable:
         self.unit_bytes = -(-ceiling // slots)
         top = min(int(ceiling * headroom), max(ceiling, self.fastest.peak_bytes))
         table_slots = max(top // self.unit_bytes, ceiling // self.unit_bytes)
-        self._table = _make_table(chain, self.unit_bytes, table_slots, backend, max_table_bytes)
+        self._table = CompiledTable(
+            chain, self.unit_bytes, table_slots, max_table_bytes=max_table_bytes
+        )
         # Slots of one byte, without a table over them, give the exact smallest budget.
-        self._exact = _make_table(chain, 1, 0, backend, None)
+        self._exact = CompiledTable(chain, 1, 0)
 
     @property
     def smallest_feasible_bytes(self) -> int:
@@ -222,25 +215,7 @@ def fastest_within(candidates: Iterable[Schedule], budget_bytes: int) -> Schedul
     return min(fitting, key=lambda schedule: schedule.makespan_ms, default=None)
 
 
-def solve_table(
-    chain: Chain,
-    budget_bytes: int,
-    *,
-    slots: int = DEFAULT_SLOTS,
-    headroom: float = DEFAULT_HEADROOM,
-    max_table_bytes: int | None = None,
-) -> ScheduleTable:
-    """Return one table for every budget up to `budget_bytes * headroom`.
-
-    It takes at most about `2 * n² * slots * headroom` bytes for n stages, less where stages repeat
-    and where a run of stages is infeasible.
-
-    Raises:
-        TableTooLargeError: that is more than `max_table_bytes` (default: the free memory).
-    """
-    return ScheduleTable(
-        chain, budget_bytes, slots=slots, headroom=headroom, max_table_bytes=max_table_bytes
-    )
+solve_table = ScheduleTable  # its published name
 
 
 def solve(
@@ -248,7 +223,6 @@ def solve(
     budget_bytes: int,
     *,
     slots: int = DEFAULT_SLOTS,
-    backend: Backend = "compiled",
     headroom: float = DEFAULT_HEADROOM,
     max_table_bytes: int | None = None,
 ) -> Schedule:
@@ -262,22 +236,6 @@ def solve(
         TableTooLargeError: the table needs more than `max_table_bytes` (default: free memory).
     """
     table = ScheduleTable(
-        chain,
-        budget_bytes,
-        slots=slots,
-        headroom=headroom,
-        backend=backend,
-        max_table_bytes=max_table_bytes,
+        chain, budget_bytes, slots=slots, headroom=headroom, max_table_bytes=max_table_bytes
     )
     return table.solve(budget_bytes)
-
-
-def _make_table(
-    chain: Chain, unit_bytes: int, slots: int, backend: Backend, max_table_bytes: int | None
-) -> Table:
-    if backend == "reference":
-        return ReferenceTable(chain, unit_bytes, slots)
-    if backend == "compiled":
-        limit = psutil.virtual_memory().available if max_table_bytes is None else max_table_bytes
-        return CompiledTable(chain, unit_bytes, slots, max_table_bytes=limit)
-    raise ValueError(f"backend {backend!r} is unknown. Use 'compiled' or 'reference'.")

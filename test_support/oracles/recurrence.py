@@ -1,4 +1,4 @@
-"""The recurrence in readable Python: the specification of the compiled one.
+"""The recurrence of rotor in readable Python: the specification of the compiled one.
 
 Problem. Given a chain of stages a..b, with x[a] held by the caller and `m` bytes for the rest, find
 the fastest sequence of Fn, Fc, Fe and B that runs every backward. Whatever Fc or Fe stores is kept
@@ -30,8 +30,8 @@ Two tables: the makespans, and the smallest feasible memory of each (a, b), whic
 on m. With unit = 1 the latter is the exact smallest budget, in O(n³) and no table over m.
 
 Time O(n² · (n + options) · slots), memory O(n² · slots). Not handled: dropping a stored value
-before its backward (see `intervals`), and keeping a stage's output without its saved tensors once
-its own backward needs them.
+before its backward (see `rotor.solver.intervals`), and keeping a stage's output without its saved
+tensors once its own backward needs them.
 """
 
 from __future__ import annotations
