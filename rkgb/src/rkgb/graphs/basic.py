@@ -140,12 +140,8 @@ class Metered:
 
     def is_of(self, op: Op) -> bool:
         """Return whether `op` is that operation, not changed to overwrite its input."""
-        ours = self.op
-        return ours.target is op.target and (ours.args, ours.kwargs, ours.writes) == (
-            op.args,
-            op.kwargs,
-            op.writes,
-        )
+        ours, theirs = ((one.args, one.kwargs, one.writes) for one in (self.op, op))
+        return self.op.target is op.target and ours == theirs
 
 
 @dataclass(frozen=True)

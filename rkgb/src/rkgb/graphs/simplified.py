@@ -8,10 +8,12 @@ every choice of passes gives a valid graph.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import torch
@@ -24,7 +26,6 @@ from rkgb.graphs.basic import BasicGraph, HandOver
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.drawn import Drawn
 from rkgb.graphs.passes import PASSES, Groups, Pass
-from rkgb.graphs.topology import strongly_connected, topological_order
 from rkgb.graphs.uses import Part, Uses, roots_of
 
 
@@ -263,14 +264,35 @@ def _group_deps(groups: Groups, members: Mapping[int, list[int]]) -> dict[int, l
     return deps
 
 
+def _in_order(deps: Mapping[int, Sequence[int]], members: Mapping[int, Sequence[int]]) -> list[int]:
+    """Return the groups so that each follows those it depends on, otherwise as in the program.
+
+    Raises:
+        CycleError: some depend on each other; it says which.
+    """
+    sorter = TopologicalSorter(deps)
+    sorter.prepare()
+    ready: list[tuple[int, int]] = []
+    order: list[int] = []
+    while sorter.is_active():
+        for head in sorter.get_ready():
+            heapq.heappush(ready, (members[head][0], head))
+        order.append(heapq.heappop(ready)[1])
+        sorter.done(order[-1])
+    return order
+
+
 def _condense(groups: Groups) -> SimplifiedGraph:
-    members = groups.members()
-    for component in strongly_connected(_group_deps(groups, members)):
-        for other in component[1:]:
-            groups.merge(component[0], other)
-    members = groups.members()
-    deps = _group_deps(groups, members)
-    order = topological_order(deps, {head: indices[0] for head, indices in members.items()})
+    while True:
+        members = groups.members()
+        deps = _group_deps(groups, members)
+        try:
+            order = _in_order(deps, members)
+            break
+        except CycleError as error:
+            first, *others = error.args[1]
+            for other in others:
+                groups.merge(first, other)
     place = {head: position for position, head in enumerate(order)}
 
     basic = groups.dataflow.basic

@@ -67,29 +67,19 @@ class Uses:
     @cached_property
     def readers(self) -> Mapping[str, Sequence[At]]:
         """The reads of each value; an operation counts once."""
-        found: dict[str, list[At]] = {}
-        for at, read, _ in self._steps:
-            for name in read:
-                _append(found, name, at)
-        return found
+        return _table((name, at) for at, read, _ in self._steps for name in read)
 
     @cached_property
     def reads(self) -> Mapping[str, Sequence[At]]:
         """The reads of each storage; an operation counts once."""
-        found: dict[str, list[At]] = {}
-        for at, read, _ in self._steps:
-            for name in read:
-                _append(found, self.infos[name].alias_of, at)
-        return found
+        infos = self.infos
+        return _table((infos[n].alias_of, at) for at, read, _ in self._steps for n in read)
 
     @cached_property
     def writes(self) -> Mapping[str, Sequence[At]]:
         """The writes to each storage, without its making."""
-        found: dict[str, list[At]] = {}
-        for at, _, op in self._steps:
-            for name in op.writes if op is not None else ():
-                _append(found, self.infos[name].alias_of, at)
-        return found
+        written = ((at, () if op is None else op.writes) for at, _, op in self._steps)
+        return _table((self.infos[name].alias_of, at) for at, names in written for name in names)
 
     @cached_property
     def last(self) -> Mapping[str, At]:
@@ -115,10 +105,13 @@ class Uses:
         return found
 
 
-def _append(found: dict[str, list[At]], key: str, at: At) -> None:
-    known = found.setdefault(key, [])
-    if not known or known[-1] is not at:
-        known.append(at)
+def _table(pairs: Iterable[tuple[str, At]]) -> dict[str, list[At]]:
+    found: dict[str, list[At]] = {}
+    for key, at in pairs:
+        known = found.setdefault(key, [])
+        if not known or known[-1] is not at:
+            known.append(at)
+    return found
 
 
 class Before(NamedTuple):

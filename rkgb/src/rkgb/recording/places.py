@@ -7,11 +7,10 @@ import contextlib
 import functools
 import linecache
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -155,37 +154,38 @@ def only_raises() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_RKGB_DIR, *_WRAPPERS)):
         frame = frame.f_back
-    while frame is not None and _runs(frame, _reads_of(frame.f_code.co_filename).returned):
+    while frame is not None and _runs(frame, 1):
         frame = frame.f_back
-    return frame is not None and _runs(frame, _reads_of(frame.f_code.co_filename).checked)
+    return frame is not None and _runs(frame, 0)
 
 
-def _runs(frame: FrameType, lines: Sequence[tuple[int, int]]) -> bool:
+def _runs(frame: FrameType, which: Literal[0, 1]) -> bool:
+    lines = _reads_of(frame.f_code.co_filename)[which]
     return any(first <= frame.f_lineno <= last for first, last in lines)
 
 
-@dataclass(frozen=True)
-class _Reads:
-    """Places in a file, by their first and last line, where a value may be read."""
-
-    checked: tuple[tuple[int, int], ...]  # conditions that lead only to an error
-    returned: tuple[tuple[int, int], ...]  # `return bool(...)`, `return not bool(...)`
+_Lines = list[tuple[int, int]]  # first and last ones
 
 
 @functools.lru_cache(maxsize=256)
-def _reads_of(filename: str) -> _Reads:
+def _reads_of(filename: str) -> tuple[_Lines, _Lines]:
+    """Return where a value may be read in a file.
+
+    That is in conditions that lead only to an error, and in `return bool(...)` or
+    `return not bool(...)`.
+    """
+    checked, returned = _Lines(), _Lines()
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:  # no source, or a template's
-        return _Reads((), ())
-    checked, returned = [], []
+        return checked, returned
     for node in ast.walk(tree):
         raises = isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise)
         if isinstance(node, (ast.If, ast.Assert)) and (raises or isinstance(node, ast.Assert)):
             checked.append(_lines(node.test))
         elif isinstance(node, ast.Return) and node.value is not None and _is_bool(node.value):
             returned.append(_lines(node))
-    return _Reads(tuple(checked), tuple(returned))
+    return checked, returned
 
 
 def _is_bool(value: ast.expr) -> bool:

@@ -124,10 +124,15 @@ def permuted(asked: Asked) -> Found | None:
     return Found({0: cuts}, (tuple(cuts[dim] for dim in dims),))
 
 
-def unsqueezed(asked: Asked) -> Found | None:
-    cuts = list(asked.cuts(0))
-    cuts.insert(asked.args[1] % (len(cuts) + 1), 1)
-    return Found({0: asked.cuts(0)}, (tuple(cuts),))
+def unsqueezed(place_of_dim: int) -> Rule:
+    """One more dimension: of `unsqueeze`, and of the backward of `select`."""
+
+    def rule(asked: Asked) -> Found | None:
+        cuts = list(asked.cuts(0))
+        cuts.insert(asked.args[place_of_dim] % (len(cuts) + 1), 1)
+        return Found({0: asked.cuts(0)}, (tuple(cuts),))
+
+    return rule
 
 
 def squeezed(asked: Asked) -> Found | None:
@@ -180,15 +185,8 @@ def joined(asked: Asked) -> Found | None:
 def selected(asked: Asked) -> Found | None:
     """`select` and `unbind` of a dimension that is not cut."""
     cuts = list(asked.cuts(0))
-    dim = asked.args[1] if len(asked.args) > 1 else 0
-    there = Found({0: tuple(cuts)}, ())
-    return replace(there, results=(tuple(cuts),) * len(asked.made)) if cuts.pop(dim) == 1 else None
-
-
-def selected_backward(asked: Asked) -> Found | None:
-    cuts = list(asked.cuts(0))
-    cuts.insert(asked.args[2] % (len(cuts) + 1), 1)
-    return Found({0: asked.cuts(0)}, (tuple(cuts),))
+    is_whole = cuts.pop(asked.args[1] if len(asked.args) > 1 else 0) == 1
+    return Found({0: asked.cuts(0)}, (tuple(cuts),) * len(asked.made)) if is_whole else None
 
 
 def sliced_backward(asked: Asked) -> Found | None:

@@ -49,7 +49,6 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import CodeType
 from typing import Any
 
 import torch
@@ -174,13 +173,9 @@ def _functions(
     code = compile(source, name, "exec")
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     space = dict(writer.scope)
-    _execute(code, space)
+    exec(code, space)
     weakref.finalize(space["forward"], linecache.cache.pop, name, None)
     return space, source
-
-
-def _execute(code: CodeType, space: dict[str, Any]) -> None:
-    exec(code, space)
 
 
 def _unpack(source: str, names: Sequence[str]) -> list[str]:
