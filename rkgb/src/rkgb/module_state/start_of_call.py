@@ -6,6 +6,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -204,33 +205,28 @@ class FirstRun:
         self._part, self._around, self._device = part, around, device
         self._copied, self._raises = [*copied], raises_versions
         self._outside = [one.now() for one in reads]
-        self._then = self._now()
+        self._restore_then = self._present()
 
     @contextlib.contextmanager
     def as_then(self) -> Iterator[None]:
         """Set this state, and restore the present one at exit."""
-        now, outside = self._now(), [one.as_now() for one in self._outside]
-        self._restore(*self._then)
+        restore_now = [*(one.as_now().restore for one in self._outside), *self._present()]
+        for restore in self._restore_then:
+            restore()
         for one in self._outside:
             one.lend()
         try:
             yield
         finally:
-            for present in outside:
-                present.restore()
-            self._restore(*now)
+            for restore in restore_now:
+                restore()
 
-    def _now(self) -> tuple[KeptGenerators | None, ModuleState, BufferContents]:
+    def _present(self) -> list[Callable[[], None]]:
+        """Return what restores the present state of the part."""
+        state, contents = ModuleState(self._part, self._around), BufferContents(self._copied)
         stream = None if self._device is None else KeptGenerators.keep(self._device)
-        return stream, ModuleState(self._part, self._around), BufferContents(self._copied)
-
-    def _restore(
-        self, stream: KeptGenerators | None, state: ModuleState, contents: BufferContents
-    ) -> None:
-        if stream is not None:
-            stream.restore()
-        state.restore()
-        contents.restore(raises_versions=self._raises)
+        found: list[Callable[[], None]] = [] if stream is None else [stream.restore]
+        return [*found, state.restore, partial(contents.restore, raises_versions=self._raises)]
 
 
 def numpy_state() -> Any:

@@ -189,7 +189,14 @@ def _in_words(leaf: Any) -> str:
 
 class _OfPiece(Target):
     runs_python = True
-    piece: Piece
+    which = ""  # of the operations of a piece
+
+    def __init__(self, piece: Piece) -> None:
+        self.piece = piece
+        self.__name__ = f"run_{piece.call.kind}{self.which.replace(' ', '_')}"
+
+    def __repr__(self) -> str:
+        return f"run {self.piece.call.path} {self.piece.call.number}{self.which}"
 
     def costs_as(self, other: object) -> bool:
         return type(self) is type(other) and (
@@ -204,12 +211,8 @@ class RunPiece(_OfPiece):
     """The forward operation of a piece."""
 
     def __init__(self, piece: Piece, *, keeps_state: bool = True) -> None:
-        self.piece = self.whole = piece
-        self.keeps_state = keeps_state
-        self.__name__ = f"run_{piece.call.kind}"
-
-    def __repr__(self) -> str:
-        return f"run {self.piece.call.path} {self.piece.call.number}"
+        super().__init__(piece)
+        self.whole, self.keeps_state = piece, keeps_state
 
     def cost(self, op: Op) -> OpCost:
         piece = self.piece
@@ -246,12 +249,7 @@ class RunPiece(_OfPiece):
 class RunPieceAgain(_OfPiece):
     """The forward operation of a recomputation."""
 
-    def __init__(self, piece: Piece) -> None:
-        self.piece = piece
-        self.__name__ = f"run_{piece.call.kind}_again"
-
-    def __repr__(self) -> str:
-        return f"run {self.piece.call.path} {self.piece.call.number} again"
+    which = " again"
 
     def __call__(self, *given: Any) -> tuple[Any, ...]:
         *taken, before = given
@@ -268,20 +266,20 @@ class RunPieceBackward(_OfPiece):
     its inputs are donated: they are freed inside, as in autograd.
     """
 
+    which = " backward"
+
     def __init__(
         self,
         piece: Piece,
         in_parts: frozenset[int] = frozenset(),
         frees: frozenset[int] = frozenset(),
     ) -> None:
-        self.piece = piece
+        super().__init__(piece)
         self.in_parts = in_parts  # positions of gradients that are added part by part later
         self.frees = frees
-        self.__name__ = f"run_{piece.call.kind}_backward"
 
     def __repr__(self) -> str:
-        freed = f" frees {sorted(self.frees)}" if self.frees else ""
-        return f"run {self.piece.call.path} {self.piece.call.number} backward{freed}"
+        return super().__repr__() + (f" frees {sorted(self.frees)}" if self.frees else "")
 
     def freeing(self, places: frozenset[int], own: frozenset[int]) -> RunPieceBackward:
         """Return the same call with the gradients at these positions donated to it."""

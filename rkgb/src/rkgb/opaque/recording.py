@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,9 @@ class PieceRecorder:
         self.known = {(piece.call.path, piece.call.number): piece for piece in pieces}
         self.known.update(self.tried.pieces)
         self.recorder, self.twin, self.paths = recorder, twin, tuple(paths)
-        self.trials = Trials(twin, recorder.device)
+        # The parameters that want gradients, by identity.
+        self.names = {id(p): n for n, p in placed_parameters(twin) if p.requires_grad}
+        self.takes_by_values = False  # whether a call runs a kernel whose workspace depends on them
         self.count = 0
         self.left: dict[tuple[str, str], None] = {}  # attributes in which calls leave tensors
         self.runs = runs  # otherwise stand-ins replace the results of `known` calls
@@ -76,9 +78,7 @@ class PieceRecorder:
             SideEffectError: the call changes its arguments, or depends on a tensor that it does
                 not take; only a larger submodule can be an opaque call.
         """
-        own = dict.fromkeys(
-            self.trials.names[id(p)] for p in module.parameters() if p.requires_grad
-        )
+        own = dict.fromkeys(self.names[id(p)] for p in module.parameters() if p.requires_grad)
         name = type(module).__name__
         tensors, followed, call = self._call(path, name, args, kwargs, tuple(own))
         inputs = [self.recorder.argument(tensor) for tensor in tensors]
@@ -121,8 +121,8 @@ class PieceRecorder:
         trace, followed = self.recorder.numbers, list[int]()
         if trace is not None:
             leaves = trace.plain(leaves, followed)
-        given = _GivenTensors.among(leaves, self.twin, path, function)
-        own = given.tensors if function is None else ()
+        tensors, where = _tensors_among(leaves, self.twin, path, function)
+        own = tensors if function is None else ()
         if any(written_on(t) and not stands_for_another(t) for t in own):
             raise SideEffectError(
                 f"cannot run a part of {self.recorder.model_name} whole: an attribute is set on a "
@@ -131,27 +131,22 @@ class PieceRecorder:
             )
         grad_mode = torch.is_grad_enabled()
         self.count += 1
-        return (
-            given.tensors,
-            followed,
-            Call(
-                path=path,
-                kind=kind,
-                number=self.count - 1,
-                structure=structure,
-                leaves=tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
-                places=given.places,
-                again=given.again,
-                own=given.own,
-                wanting=tuple(grad_mode and t.requires_grad for t in given.tensors),
-                parameters=parameters if grad_mode else (),
-                grad_mode=grad_mode,
-                autocast=ambient_autocast(),
-                function=function,
-                numbers=tuple(i for i, leaf in enumerate(leaves) if type(leaf) in (float, int)),
-                trainable=frozenset(self.trials.names.values()),
-            ),
+        call = Call(
+            path=path,
+            kind=kind,
+            number=self.count - 1,
+            structure=structure,
+            leaves=tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+            **where,
+            wanting=tuple(grad_mode and t.requires_grad for t in tensors),
+            parameters=parameters if grad_mode else (),
+            grad_mode=grad_mode,
+            autocast=ambient_autocast(),
+            function=function,
+            numbers=tuple(i for i, leaf in enumerate(leaves) if type(leaf) in (float, int)),
+            trainable=frozenset(self.names.values()),
         )
+        return tensors, followed, call
 
     def finished(self, parameters: Mapping[str, str]) -> list[Op]:
         """Return the backward, in which partial gradients are added one by one.
@@ -263,14 +258,18 @@ class PieceRecorder:
             with self.codes.apart() as ran:
                 seen = left_by(call, module, tensors, self.twin, self.recorder.device, self.facts)
             # Always asked: what it uses up is put back from now on.
-            self.trials.takes_by_values |= seen.takes_by_values
+            self.takes_by_values |= seen.takes_by_values
             reads = self.looked_at(ran)
             runs_once = reads is None or seen.moves or seen.retains
             if any(tensor.is_cuda for tensor in tensors):
                 runs_once |= any(map(draws_by_cudnn, module.modules()))
             call = replace(call, left=seen.attributes)
+            trials = Trials(
+                *(self.twin, self.recorder.device, self.names, call, module, tensors),
+                *(seen.written, tangents, self.takes_by_values),
+            )
             with self.codes.resting():
-                piece, made = self.trials.piece(call, module, tensors, seen.written, tangents)
+                piece, made = trials.piece()
             piece = self.tried.note(replace(piece, runs_once=runs_once, reads=reads))
             return piece, made
         state, lent = ModuleState(module), Lent(module)
@@ -330,32 +329,28 @@ class PieceRecorder:
         return outputs
 
 
-@dataclass
-class _GivenTensors:
-    """The tensors among the leaves of a call: Python may ask which of them are one object."""
+def _tensors_among(
+    leaves: Sequence[Any], twin: nn.Module, path: str, function: Any
+) -> tuple[list[Tensor], dict[str, tuple[Any, ...]]]:
+    """Return the tensors among the leaves of a call, each once, and where they are.
 
-    tensors: list[Tensor] = field(default_factory=list)  # each once
-    places: tuple[int, ...] = ()
-    again: tuple[tuple[int, int], ...] = ()  # places where one is given once more, and its number
-    own: tuple[tuple[int, str], ...] = ()  # places of tensors of the module, and their names
-
-    @classmethod
-    def among(cls, leaves: Sequence[Any], twin: nn.Module, path: str, function: Any) -> Self:
-        """Return those of a call; a Function has a gradient for each argument."""
-        given, known = cls(), dict[int, int]()
-        held = {} if function is not None else _tensors_of(twin, path)
-        for place, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor):
-                continue
-            if id(leaf) in held:
-                given.own += ((place, held[id(leaf)]),)
-            elif id(leaf) in known and function is None:
-                given.again += ((place, known[id(leaf)]),)
-            else:
-                known[id(leaf)] = len(given.tensors)
-                given.tensors.append(leaf)
-                given.places += (place,)
-        return given
+    Python may ask which of them are one object. A Function has a gradient for each argument.
+    """
+    tensors, known = list[Tensor](), dict[int, int]()
+    places, again, own = list[int](), list[tuple[int, int]](), list[tuple[int, str]]()
+    held = {} if function is not None else _tensors_of(twin, path)
+    for place, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            continue
+        if id(leaf) in held:
+            own.append((place, held[id(leaf)]))
+        elif id(leaf) in known and function is None:
+            again.append((place, known[id(leaf)]))
+        else:
+            known[id(leaf)] = len(tensors)
+            tensors.append(leaf)
+            places.append(place)
+    return tensors, {"places": (*places,), "again": (*again,), "own": (*own,)}
 
 
 def _tensors_of(twin: nn.Module, path: str) -> dict[int, str]:

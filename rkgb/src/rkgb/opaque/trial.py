@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,6 @@ from rkgb.opaque.left_behind import refuse
 from rkgb.opaque.piece import Piece, Seen, Tangents, strides_of
 from rkgb.torch_api.by_values import TakingMost
 from rkgb.torch_api.patches import Patches
-from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.private.autograd import gradients_kept, nodes_from
 from rkgb.torch_api.private.memory import weak_storage
 from rkgb.torch_api.tensor_facts import standing_for
@@ -63,62 +62,41 @@ class _Trial:
         return tuple(name for _, name in found)
 
 
+@dataclass
 class Trials:
-    """Runs calls of the submodules of one model."""
+    """The trials of one call, whose parameters turn out to be others, or in another order.
 
-    def __init__(self, twin: nn.Module, device: torch.device) -> None:
-        self.twin, self.device = twin, device
-        self.takes_by_values = False  # whether a call runs a kernel whose workspace depends on them
-        self.names = {id(p): n for n, p in placed_parameters(twin) if p.requires_grad}
+    `tangents` are the strides of the gradients of its differentiable results; those of the results
+    themselves are the default. The gradients of its inputs lie accordingly.
+    """
 
-    def piece(
-        self,
-        call: Call,
-        module: nn.Module,
-        tensors: Sequence[Tensor],
-        written: tuple[str, ...],
-        tangents: Tangents | None = None,
-    ) -> tuple[Piece, list[Tensor]]:
-        """Run a call four times; return the piece and the results of the call.
+    twin: nn.Module
+    device: torch.device
+    names: Mapping[int, str]  # of the parameters of the whole model that want gradients
+    call: Call
+    module: nn.Module
+    tensors: Sequence[Tensor]
+    written: tuple[str, ...]  # parameters
+    tangents: Tangents | None
+    takes_by_values: bool  # whether a call runs a kernel whose workspace depends on values
 
-        `tangents` are the strides of the gradients of its differentiable results; those of the
-        results themselves are the default. The gradients of its inputs lie accordingly.
+    def piece(self) -> tuple[Piece, list[Tensor]]:
+        """Run the call four times; return the piece and the results of the call.
 
         Raises:
             SideEffectError: the call changes its arguments, or depends on a tensor that it does
                 not take; only a larger submodule can be an opaque call.
         """
-        runs = _Runs(self, call, module, tensors, written, tangents)
+        self.before = KeptTensors(map(self.twin.get_parameter, self.written))
         try:
-            return runs.piece()
+            return self._piece(is_in_order=False)
         finally:
-            runs.before.restore()
+            self.before.restore()
 
-
-class _Runs:
-    """The trials of one call, whose parameters turn out to be others, or in another order."""
-
-    def __init__(
-        self,
-        trials: Trials,
-        call: Call,
-        module: nn.Module,
-        tensors: Sequence[Tensor],
-        written: tuple[str, ...],
-        tangents: Tangents | None,
-    ) -> None:
-        self.twin, self.device, self.names = trials.twin, trials.device, trials.names
-        self.takes_by_values = trials.takes_by_values
-        self.call, self.module, self.tensors = call, module, tensors
-        self.written, self.tangents = written, tangents
-        self.parameters = [self.twin.get_parameter(name) for name in written]
-        self.before = KeptTensors(self.parameters)
-
-    def piece(self, *, is_in_order: bool = False) -> tuple[Piece, list[Tensor]]:
-        """Return the piece and the results of the call."""
-        device = self.device
+    def _piece(self, *, is_in_order: bool) -> tuple[Piece, list[Tensor]]:
+        device, parameters = self.device, map(self.twin.get_parameter, self.written)
         stream, state = RngState.save(device), ModuleState(self.module)
-        contents, lent = BufferContents(self.module, self.parameters), Lent(self.module)
+        contents, lent = BufferContents(self.module, parameters), Lent(self.module)
         trials: list[_Trial] = []
         gradients = [(buffer, buffer.grad) for buffer in self.twin.buffers()]
         added_to = [p for p in self.twin.parameters() if p.grad is None]
@@ -163,7 +141,7 @@ class _Runs:
             again()
             put_back()
             self.call = replace(call, parameters=own)
-            return self.piece(is_in_order=orders_them)
+            return self._piece(is_in_order=orders_them)
         writes = contents.changed()
         again()
         total = self._flops()
