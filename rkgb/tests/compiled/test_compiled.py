@@ -233,7 +233,8 @@ def test_results_that_share_memory_unlike_the_recording_are_refused() -> None:
     shared[0] = replace(shared[0], home=("primal", 0))
     with pytest.raises(NotCompiledError, match="shares memory"):
         check_form(joint, joint.results, shared)
-    turned = [replace(shared[0], stride=shared[0].stride[::-1], home=("result", 0))]
+    info = replace(shared[0].info, stride=shared[0].info.stride[::-1])
+    turned = [replace(shared[0], info=info, home=("result", 0))]
     with pytest.raises(NotCompiledError, match="lies in memory as"):
         check_form(joint, joint.results, turned)
 

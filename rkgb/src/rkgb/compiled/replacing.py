@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from rkgb.compiled.code.classes import CompiledClass, Returned
-from rkgb.compiled.code.halves import Place
-from rkgb.compiled.pieces.joint import Joint, reference
-from rkgb.elements.op import Op
+from rkgb.compiled.pieces.joint import Joint
+from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 
@@ -38,15 +37,15 @@ def replaced(
     facts = _Facts(sg)
     nodes = list(sg.nodes)
     for index, node in enumerate(nodes):
-        if index not in compiled:
+        if index in compiled:
+            nodes[index] = facts.forward(node, *compiled[index])
+        else:
             facts.follow(node.ops)
-            continue
-        nodes[index] = facts.forward(node, *compiled[index])
     for index in reversed(range(len(nodes))):
-        if index not in compiled:
+        if index in compiled:
+            nodes[index] = facts.backward(nodes[index], *compiled[index])
+        else:
             facts.follow(nodes[index].backward)
-            continue
-        nodes[index] = facts.backward(nodes[index], *compiled[index])
     basic = replace(sg.basic, infos=facts.infos)
     return replace(sg.with_basic(basic), nodes=tuple(nodes))
 
@@ -91,7 +90,7 @@ class _Facts:
         run = Op(
             name=first,
             target=code.forward,
-            args=reference([joint.primals[place] for place in code.takes]),
+            args=tuple(Ref(joint.primals[place]) for place in code.takes),
             kwargs={},
             results=results,
             returns_many=True,
@@ -106,7 +105,7 @@ class _Facts:
                 Op(
                     name=f"{extra[2 * place]}_moved",
                     target=MoveStatistics(statistics.momentum),
-                    args=reference([*buffers, *extra[2 * place : 2 * place + 2]]),
+                    args=tuple(map(Ref, (*buffers, *extra[2 * place : 2 * place + 2]))),
                     kwargs={},
                     results=(),
                     module_path=main.module_path,
@@ -128,7 +127,7 @@ class _Facts:
         run = Op(
             name=joint.gradients[0],
             target=code.backward,
-            args=reference([places[kind][at] for kind, at in code.takes_back]),
+            args=tuple(Ref(places[kind][at]) for kind, at in code.takes_back),
             kwargs={},
             results=joint.gradients,
             returns_many=True,
@@ -140,21 +139,18 @@ class _Facts:
         self, names: Sequence[str], made: Sequence[Returned], places: Mapping[str, Sequence[str]]
     ) -> None:
         for name, form in zip(names, made, strict=True):
-            home = self._at(form.home, places, names)
+            kind, at = form.home
+            home = places[kind][at] if kind in places else names[at]
             root = name if home == name else self.infos[home].alias_of
             known = self.recorded.get(name)
             wants = known.requires_grad if known is not None else False
-            info = form.info(root, wants)
+            info = replace(form.info, alias_of=root, requires_grad=wants)
             # How what comes in lies in its storage was recorded, and is no matter of the class.
             if known is not None and root == known.alias_of and root != name:
                 info = replace(info, offset=known.offset, storage_bytes=known.storage_bytes)
             elif home != name:
                 info = replace(info, storage_bytes=self.infos[home].storage_bytes)
             self.infos[name] = info
-
-    def _at(self, place: Place, places: Mapping[str, Sequence[str]], names: Sequence[str]) -> str:
-        kind, at = place
-        return places[kind][at] if kind in places else names[at]
 
     def _new(self, name: str) -> str:
         while name in self.infos:

@@ -6,6 +6,7 @@ that other nodes read must have the recorded shape and strides.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,22 +73,8 @@ class NotCompiledError(Exception):
 class Returned:
     """A tensor that compiled code returns: its layout, and the value whose storage it lies in."""
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    storage_bytes: int
+    info: TensorInfo  # of no name
     home: Place  # the first value in the same storage
-
-    def info(self, alias_of: str, requires_grad: bool) -> TensorInfo:
-        """Return the facts about a value of this form."""
-        size = self.dtype.itemsize
-        for length in self.shape:
-            size *= length
-        return TensorInfo(
-            *(self.shape, self.dtype, self.stride, requires_grad, alias_of),
-            *(size, self.storage_bytes, self.offset),
-        )
 
 
 @dataclass(frozen=True)
@@ -119,6 +106,13 @@ class Sizes:
         return size if size is not None and self.symbol.is_valid(size) else None
 
 
+def value_of(sizes: Sizes | None, size: int | None, number: Any) -> int:
+    """Return the value of a number of compiled code, which may depend on its size."""
+    if sizes is None or size is None:
+        return int(number)
+    return sizes.symbol.of(number, size)
+
+
 @dataclass(frozen=True)
 class CompiledCode:
     """The code that inductor made of a piece, for its size or for many."""
@@ -129,11 +123,6 @@ class CompiledCode:
     flops: tuple[Flops, Flops]
     keeps_more: bool
     sizes: Sizes | None = None  # for which it is valid; None: one
-
-    def _number(self, number: Any, size: int | None) -> int:
-        if self.sizes is None or size is None:
-            return int(number)
-        return self.sizes.symbol.of(number, size)
 
     def class_of(self, joint: Joint, device: torch.device, size: int | None) -> CompiledClass:
         """Return the class of a piece that this code serves, after a run on stand-ins.
@@ -160,7 +149,8 @@ class CompiledCode:
         name = max(joint.forward, key=lambda op: is_heavy(op.target)).target_name
         digest = joint.digest + ("_keeping" if self.keeps_more else "")
         digest += "" if size is None else "_of_any_size"
-        flops = [each.count(lambda n: self._number(n, size)) for each in self.flops]
+        value = functools.partial(value_of, self.sizes, size)
+        flops = [each.count(value) for each in self.flops]
         return CompiledClass(
             forward=CompiledCall(forward, f"compiled_{name}", digest, "forward", flops[0]),
             backward=CompiledCall(
@@ -214,8 +204,9 @@ def check_form(joint: Joint, names: Sequence[str], made: Sequence[Returned]) -> 
         homes.setdefault(infos[name].alias_of, ("tangent", at))
     for name, found in zip(names, made, strict=False):
         info = infos[name]
-        theirs = (info.shape, info.dtype, _plain(info.shape, info.stride))
-        ours = (found.shape, found.dtype, _plain(found.shape, found.stride))
+        theirs, ours = (
+            (one.shape, one.dtype, _plain(one.shape, one.stride)) for one in (info, found.info)
+        )
         if theirs != ours:
             raise NotCompiledError(f"'{name}' lies in memory as {ours}, not as {theirs}")
         if _root_of(joint, found.home) != info.alias_of:
@@ -252,8 +243,7 @@ def _described(
     """Return the layouts of tensors; `owners` maps storages to their first values, and grows."""
     return tuple(
         Returned(
-            *(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())),
-            *(tensor.dtype, storage_bytes(tensor)),
+            TensorInfo.of(tensor, "", storage_bytes(tensor)),
             owners.setdefault(storage_id(tensor), (kind, at)),
         )
         for at, tensor in enumerate(tensors)

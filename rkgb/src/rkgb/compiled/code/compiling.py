@@ -20,6 +20,7 @@ from rkgb.compiled.code.classes import (
     Sizes,
     bound,
     made_by,
+    value_of,
 )
 from rkgb.compiled.code.flops import Flops, is_heavy
 from rkgb.compiled.code.halves import Halves, Place, inputs_of
@@ -147,9 +148,7 @@ class _Compiling:
         return self._at(*primals[:count]).run(primals[count:], tangents)
 
     def _number(self, number: Any) -> int:
-        if self.sizes is None or self.size is None:
-            return int(number)
-        return self.sizes.symbol.of(number, self.size)
+        return value_of(self.sizes, self.size, number)
 
     def _restrided(self, traced: Tensor, made: Tensor) -> Tensor:
         """Return a fake tensor in the layout that inductor chose, also for symbolic sizes."""
@@ -175,7 +174,7 @@ def _dense(shape: Sequence[Any], stride: Sequence[int]) -> list[Any]:
 
 
 def _kept_bytes(code: CompiledClass, count: int) -> int:
-    return sum(made.storage_bytes for made in code.results[count:])
+    return sum(made.info.storage_bytes for made in code.results[count:])
 
 
 def _values(graph: Any) -> list[Any]:

@@ -7,6 +7,7 @@ it got first, so all plans of a process have the same bits at the same size.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
@@ -23,6 +24,9 @@ _MOST_TRIES = 2  # to compile one form for all sizes
 
 Found = CompiledClass | str  # or why there is none
 Check = Callable[[CompiledClass], None]  # raises NotCompiledError
+# Make code for the rule, or for one size; and a class of it at a size. Both raise NotCompiledError.
+_Compiled = Callable[[SizeRule | None], CompiledCode]
+_Taken = Callable[[CompiledCode, int | None], CompiledClass]
 
 
 @dataclass
@@ -32,6 +36,40 @@ class _Form:
     numbers: tuple[int, ...] | None = None  # of the last piece that was compiled for its own size
     codes: list[CompiledCode] = field(default_factory=list)  # for all sizes
     tries: int = 0
+
+    def class_for(self, joint: Joint, compiled: _Compiled, taken: _Taken) -> Found:
+        """Return the class of a piece: by code for all sizes if one is valid, or by its own.
+
+        From the second size on, code for all sizes is made.
+        """
+        for code in self.codes:
+            if found := _if_valid(code, joint, taken):
+                return found
+        rule = None
+        if self.numbers is not None and self.tries < _MOST_TRIES:
+            rule = SizeRule.fitted(self.numbers, joint.numbers)
+        if rule is not None:
+            self.tries += 1
+            with contextlib.suppress(NotCompiledError):
+                code = compiled(rule)
+                if found := _if_valid(code, joint, taken):
+                    self.codes.append(code)
+                    return found
+        try:
+            found = taken(compiled(None), None)
+        except NotCompiledError as error:
+            return str(error)
+        self.numbers = joint.numbers
+        return found
+
+
+def _if_valid(code: CompiledCode, joint: Joint, taken: _Taken) -> CompiledClass | None:
+    """Return the class of a piece by code for all sizes, or None."""
+    size = None if code.sizes is None else code.sizes.of(joint)
+    if size is not None:
+        with contextlib.suppress(NotCompiledError):
+            return taken(code, size)
+    return None
 
 
 @dataclass
@@ -61,76 +99,26 @@ class KnownClasses:
         """
         place = (str(device), torch.get_num_threads(), kernel_flags())
         key = (joint.key, *place)
-        if key not in self._found:
-            for full, most in ((self._found, _MOST_KNOWN), (self._forms, _MOST_KNOWN)):
-                while len(full) >= most:
-                    full.pop(next(iter(full)))
-            form = self._forms.setdefault((joint.form, *place), _Form())
-            making = _Making(self, form, joint, device, other, check, note)
-            self._found[key] = making.of_any_size() or making.of_own_size()
+        if key in self._found:
+            return self._found[key]
+        for full in (self._found, self._forms):
+            while len(full) >= _MOST_KNOWN:
+                del full[next(iter(full))]
+
+        def compiled(rule: SizeRule | None) -> CompiledCode:
+            if note is not None:
+                note()
+            code = compile_code(joint, device, other, rule)
+            self.compiled += 1
+            return code
+
+        def taken(code: CompiledCode, size: int | None) -> CompiledClass:
+            with refusals():
+                found = code.class_of(joint, device, size)
+                if check is not None:
+                    check(found)
+            return found
+
+        form = self._forms.setdefault((joint.form, *place), _Form())
+        self._found[key] = form.class_for(joint, compiled, taken)
         return self._found[key]
-
-
-@dataclass
-class _Making:
-    """Makes one new class."""
-
-    known: KnownClasses
-    form: _Form
-    joint: Joint
-    device: torch.device
-    other: CompiledClass | None
-    check: Check | None
-    note: Callable[[], None] | None
-
-    def of_own_size(self) -> Found:
-        """Compile a piece for its own size."""
-        try:
-            found = self._checked(self._compiled(None), None)
-        except NotCompiledError as error:
-            return str(error)
-        self.form.numbers = self.joint.numbers
-        return found
-
-    def of_any_size(self) -> CompiledClass | None:
-        """Use code for all sizes, or compile it from the second size on; None if none is valid."""
-        for code in self.form.codes:
-            if found := self._taken(code):
-                return found
-        rule = None
-        if self.form.numbers is not None and self.form.tries < _MOST_TRIES:
-            rule = SizeRule.fitted(self.form.numbers, self.joint.numbers)
-        if rule is None:
-            return None
-        self.form.tries += 1
-        try:
-            code = self._compiled(rule)
-        except NotCompiledError:
-            return None
-        found = self._taken(code)
-        if found is not None:
-            self.form.codes.append(code)
-        return found
-
-    def _compiled(self, rule: SizeRule | None) -> CompiledCode:
-        if self.note is not None:
-            self.note()
-        code = compile_code(self.joint, self.device, self.other, rule)
-        self.known.compiled += 1
-        return code
-
-    def _taken(self, code: CompiledCode) -> CompiledClass | None:
-        size = None if code.sizes is None else code.sizes.of(self.joint)
-        if size is None:
-            return None
-        try:
-            return self._checked(code, size)
-        except NotCompiledError:
-            return None
-
-    def _checked(self, code: CompiledCode, size: int | None) -> CompiledClass:
-        with refusals():
-            found = code.class_of(self.joint, self.device, size)
-            if self.check is not None:
-                self.check(found)
-        return found

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rkgb.compiled.pieces.formulas import formula_of, suits
 from rkgb.compiled.pieces.grouping import is_effect
-from rkgb.elements.op import BATCH_NORMS, Op, Ref, map_refs, run_op
+from rkgb.elements.op import BATCH_NORMS, Op, map_refs, run_op
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.simplified import SimplifiedGraph
 
@@ -289,8 +289,3 @@ def _batch_norm(op: Op, values: dict[str, Tensor], statistics: list[Tensor]) -> 
     )
     statistics += [mean, variance]
     return made
-
-
-def reference(names: Sequence[str]) -> tuple[Ref, ...]:
-    """Return the values of these names as arguments."""
-    return tuple(map(Ref, names))

@@ -40,7 +40,7 @@ def channels_last(sg: SimplifiedGraph, compiled: Collection[int]) -> dict[str, T
     of_root: dict[str, list[str]] = {}
     for index, node in enumerate(sg.nodes):
         ops = (*node.ops, *node.backward)
-        names = {name for op in ops for name in _mentioned(op)}
+        names = {name for op in ops for name in (*op.inputs, *op.results) if name}
         roots = {infos[name].alias_of for name in names}
         if index not in compiled:
             fixed |= roots
@@ -79,10 +79,6 @@ def _is_for_onednn(op: Op, infos: Mapping[str, TensorInfo]) -> bool:
         for arg in op.args[:2]
     )
     return convolves_in_onednn(image, weight, *op.args[3:])
-
-
-def _mentioned(op: Op) -> tuple[str, ...]:
-    return (*op.inputs, *filter(None, op.results))
 
 
 def _laid(base: TensorInfo, views: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
