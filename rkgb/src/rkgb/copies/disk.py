@@ -39,28 +39,24 @@ class Disk(Workers):
                 "Make it, or give another one, on a fast disk with enough space.",
                 path=str(folder),
             )
-        self._bounces = {way: HostBlock(_BOUNCE_BYTES) for way in ("out", "back")}
+        self._bounces = {direction: HostBlock(_BOUNCE_BYTES) for direction in ("out", "back")}
 
     def new_block(self, size_bytes: int) -> FileBlock:
         return FileBlock(self.folder, size_bytes)
 
-    def copy_out(self, block: Block, offset: int, address: int, size_bytes: int) -> None:
+    def copy(self, way: str, block: Block, offset: int, address: int, size_bytes: int) -> None:
         assert isinstance(block, FileBlock)
-        bounce = self._bounces["out"]
-        with block.explaining("write", size_bytes):
+        bounce = self._bounces[way]
+        with block.explaining("write" if way == "out" else "read", size_bytes):
             for start in range(0, size_bytes, _BOUNCE_BYTES):
                 count = min(_BOUNCE_BYTES, size_bytes - start)
-                ctypes.memmove(bounce.address, address + start, count)
-                block.write(memoryview(bounce.pages)[: in_pages(count)], offset + start)
-
-    def copy_back(self, block: Block, offset: int, address: int, size_bytes: int) -> None:
-        assert isinstance(block, FileBlock)
-        bounce = self._bounces["back"]
-        with block.explaining("read", size_bytes):
-            for start in range(0, size_bytes, _BOUNCE_BYTES):
-                count = min(_BOUNCE_BYTES, size_bytes - start)
-                block.read(memoryview(bounce.pages)[: in_pages(count)], offset + start)
-                ctypes.memmove(address + start, bounce.address, count)
+                pages = memoryview(bounce.pages)[: in_pages(count)]
+                if way == "out":
+                    ctypes.memmove(bounce.address, address + start, count)
+                    block.write(pages, offset + start)
+                else:
+                    block.read(pages, offset + start)
+                    ctypes.memmove(address + start, bounce.address, count)
 
 
 class FileBlock:

@@ -89,18 +89,13 @@ class Workers(Copies):
         assert isinstance(arena, Arena)
         assert isinstance(storage, torch.UntypedStorage)
         try:
-            copy = self.copy_out if direction == "out" else self.copy_back
-            copy(arena.block, offset, storage.data_ptr(), storage.nbytes())
+            self.copy(direction, arena.block, offset, storage.data_ptr(), storage.nbytes())
         finally:
             del arena, storage
 
     @abstractmethod
-    def copy_out(self, block: Block, offset: int, address: int, size_bytes: int) -> None:
-        """Copy from an address to a block."""
-
-    @abstractmethod
-    def copy_back(self, block: Block, offset: int, address: int, size_bytes: int) -> None:
-        """Copy from a block to an address."""
+    def copy(self, way: str, block: Block, offset: int, address: int, size_bytes: int) -> None:
+        """Copy from an address out to a block, or back."""
 
 
 class Host(Workers):
@@ -109,10 +104,8 @@ class Host(Workers):
     def new_block(self, size_bytes: int) -> HostBlock:
         return HostBlock(size_bytes)
 
-    def copy_out(self, block: Block, offset: int, address: int, size_bytes: int) -> None:
+    def copy(self, way: str, block: Block, offset: int, address: int, size_bytes: int) -> None:
         assert isinstance(block, HostBlock)
-        ctypes.memmove(block.address + offset, address, size_bytes)
-
-    def copy_back(self, block: Block, offset: int, address: int, size_bytes: int) -> None:
-        assert isinstance(block, HostBlock)
-        ctypes.memmove(address, block.address + offset, size_bytes)
+        there = block.address + offset
+        target, source = (there, address) if way == "out" else (address, there)
+        ctypes.memmove(target, source, size_bytes)

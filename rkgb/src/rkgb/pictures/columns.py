@@ -198,7 +198,7 @@ def columns_of(
             c,
             *_extent(cells[c], bool(folding.places[c].copies)),
             tuple(cells[c].path.split(".")),
-            _outer(folding, c),
+            next((number for number, _ in folding.places[c].copies), None),
         )
         for c in folding.shown
         if c not in inputs
@@ -230,11 +230,6 @@ def grid(sizes: Sequence[tuple[float, float]]) -> tuple[list[int], int]:
         return max(width / PAGE[0], height / PAGE[1])
 
     return order, min(range(1, len(sizes) + 1), key=larger)
-
-
-def _outer(folding: Folding, cell: int) -> int | None:
-    copies = folding.places[cell].copies
-    return copies[0][0] if copies else None
 
 
 def _extent(cell: Cell, repeated: bool) -> tuple[float, float]:

@@ -113,21 +113,14 @@ class _Folder:
         first = copies[0]
         label = _label([self.paths[c] for c in first], [self.paths[c] for c in copies[-1]])
         self.repeats.append(Repeat(len(copies), label, frozenset()))
-        old = {cell: self.places[cell] for cell in first}
+        around = [len(self.places[cell].copies) for cell in first]
         self._deeper(first, depth)
+        models = [self.places[cell] for cell in first]
         for which, copy in enumerate(copies):
-            for model, cell in zip(first, copy, strict=True):
-                inner = self.places[model]
-                before = old[model].copies
-                if which == 0:
-                    continue
-                added = inner.copies[len(before) :]
-                self.places[cell] = Placed(inner.shown, (*before, (number, which), *added))
-        for model in first:
-            before = old[model].copies
-            added = self.places[model].copies[len(before) :]
-            self.places[model] = Placed(self.places[model].shown, (*before, (number, 0), *added))
-        drawn = frozenset(self.places[model].shown for model in first)
+            for model, outside, cell in zip(models, around, copy, strict=True):
+                before, inside = model.copies[:outside], model.copies[outside:]
+                self.places[cell] = Placed(model.shown, (*before, (number, which), *inside))
+        drawn = frozenset(model.shown for model in models)
         self.repeats[number] = Repeat(len(copies), label, drawn)
 
     def _segments(self, cells: list[int], depth: int) -> Iterator[list[int]]:

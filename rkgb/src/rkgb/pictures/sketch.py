@@ -7,7 +7,7 @@ phantoms and its backward. Cells are folded and grouped by module.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rkgb.atlas.anonymize import anonymize, equivalence_classes, node_key
@@ -202,19 +202,13 @@ def sketch_list(graphs: Sequence[SimplifiedGraph | KGraph], title: str = "blocks
     parts = []
     for number, members in enumerate(classes):
         graph = graphs[members[0]]
-        part = (
-            sketch_simplified(graph, piece=True)
-            if isinstance(graph, SimplifiedGraph)
-            else sketch_k(graph)
-        )
-        times = f", {len(members)} blocks" if len(members) > 1 else ", 1 block"
-        parts.append(
-            Sketch(
-                f"class {number}{times}", part.cells, part.arrows, part.shade, part.size, (), number
-            )
-        )
-    shade = parts[0].shade if parts else ""
-    size = parts[0].size if parts else ""
+        if isinstance(graph, SimplifiedGraph):
+            part = sketch_simplified(graph, piece=True)
+        else:
+            part = sketch_k(graph)
+        times = f"{len(members)} block{'s' if len(members) > 1 else ''}"
+        parts.append(replace(part, title=f"class {number}, {times}", colour_class=number))
+    shade, size = (parts[0].shade, parts[0].size) if parts else ("", "")
     return Sketch(title, tuple(cells), tuple(arrows), shade, size, tuple(parts))
 
 
