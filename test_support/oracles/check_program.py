@@ -22,8 +22,8 @@ from oracles.numbered_memory import (
     Geometry,
     NumberedMemory,
 )
-from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op, Ref
+from rkgb.elements.target import GradientCut, GradientPart
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.rows.call import InPieces

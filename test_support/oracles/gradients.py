@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from rkgb.copies import Copies
 from rkgb.elements import own_copy, same_bits
-from rkgb.elements.cut import GradientCut
 from rkgb.elements.op import Ref
 from rkgb.elements.sample import Sample
+from rkgb.elements.target import GradientCut
 from rkgb.elements.trees import flatten
 from rkgb.graphs.basic import BasicGraph, external_values
 from rkgb.graphs.simplified import SimplifiedGraph

@@ -21,8 +21,7 @@ from rkgb.elements.sample import Sample
 from rkgb.elements.target import OpCost
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.basic import BasicGraph
-from rkgb.graphs.dataflow import B_to_D, DataFlowGraph
-from rkgb.graphs.drawn import Drawn
+from rkgb.graphs.dataflow import B_to_D, DataFlowGraph, Drawn
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, cut
 
 

@@ -24,9 +24,9 @@ from rkgb.costs.op_costs import op_key
 from rkgb.device.chosen import device_of, trace_memory
 from rkgb.device.rng import RngState
 from rkgb.elements import same_bits as same
-from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op
 from rkgb.elements.sample import bind_inputs
+from rkgb.elements.target import GradientCut, GradientPart
 from rkgb.elements.tensor_info import storage_bytes, storage_id
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.basic import external_values

@@ -15,7 +15,7 @@ from rkgb.atlas.anonymize import node_key
 from rkgb.atlas.inspection import CostChoice, inspect_model
 from rkgb.costs.node_facts import NodeFacts
 from rkgb.graphs.backward_slices import order_of
-from rkgb.graphs.drawn import Drawn
+from rkgb.graphs.dataflow import Drawn
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.graphs.uses import roots_of
 

@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op, Ref
+from rkgb.elements.target import GradientCut, GradientPart
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.elements.trees import Structure
 from rkgb.errors import InvalidGraphError

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.op import Op, Ref
-from rkgb.elements.target import target_of
+from rkgb.elements.target import GradientCut, GradientPart, target_of
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.errors import RkgbError, TraceError
 from rkgb.graphs.basic import BackwardKind, Flow, HandOver, Tangent, autocast_as
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.watch import no_backward_inside, tensors_of
-from rkgb.safeguards.explain import explained
+from rkgb.safeguards.refusals import explained
 from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.private.autograd import run_backward
 

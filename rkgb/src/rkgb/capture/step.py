@@ -48,7 +48,7 @@ from rkgb.recording.repeated import KERNEL
 from rkgb.recording.watch import CallWatch, as_written, no_idle_looks, no_reading, refused_calls
 from rkgb.safeguards.arguments import Arguments
 from rkgb.safeguards.assignments import AssignsError, Hidden, assigned
-from rkgb.safeguards.explain import explained
+from rkgb.safeguards.refusals import explained
 from rkgb.safeguards.settling import Setting, SettlesError, all_settings, settings_of
 from rkgb.safeguards.side_effects import KeptState, Printed
 from rkgb.torch_api.placed import placed_parameters

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 from rkgb.costs.op_costs import op_key
 from rkgb.device.chosen import device_of
-from rkgb.elements.cut import GradientCut
 from rkgb.elements.op import Op
-from rkgb.elements.target import OpCost, target_of
+from rkgb.elements.target import GradientCut, OpCost, target_of
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.graphs.uses import made_by as roots_made_by

@@ -21,7 +21,7 @@ from rkgb.elements.target import target_of
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.uses import made_by
-from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
+from rkgb.torch_api.by_values import EXTRA_FLOP_FORMULAS
 
 _NUMBERS = re.compile(r"\d+")
 _LISTS = re.compile(r"\[(-?0(, )?)*\]")

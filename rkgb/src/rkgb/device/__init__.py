@@ -2,7 +2,7 @@
 
 Gets torch's private names from `torch_api`; gives one object per device (base.py, chosen.py), a
 memory meter for named spans, and the state of the random generators. Read cuda.py for how peaks are
-counted on CUDA and profiled.py for the CPU. `test_support/fake_cuda` applies the rules of CUDA on
+counted on CUDA and cpu.py for the CPU. `test_support/fake_cuda` applies the rules of CUDA on
 a CPU.
 """
 

@@ -1,17 +1,26 @@
-"""The CPU: no allocator counters, no blocks, and synchronous calls."""
+"""The CPU: no allocator counters, no blocks, and synchronous calls.
+
+Its allocator reports every allocation to torch's profiler, also the workspace of kernels; no other
+cheap source does. The public `torch.profiler.profile` is not used: it reads inductor's settings and
+so imports the whole compiler, which takes most of a second.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rkgb.device.base import CallTime, Device
-from rkgb.device.profiled import trace_by_profiler
-from rkgb.device.trace import MemoryTrace, Span
+from rkgb.device.trace import Change, Mark, MemoryTrace, Span, replay
+from rkgb.torch_api.private.memory import memory_profile, profiler_is_on
 
 
 class Cpu(Device):
@@ -57,3 +66,54 @@ class Cpu(Device):
 
     def set_random_state(self, state: Tensor) -> None:
         raise AssertionError("the CPU's generator is torch's default one")
+
+
+_log = logging.getLogger("rkgb")
+PREFIX = "rkgb::"
+_meters = 0  # number of running ones
+
+# Keeps the profiler's library from printing a line at every start and stop.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+def profiled(run: Callable[[Span], object], *, operations: bool = False) -> Any:
+    """Call `run(span)` and return the profiler's events of it: memory, spans, `operations`."""
+    from torch.autograd.profiler import record_function
+
+    def span(name: str) -> AbstractContextManager[None]:
+        return record_function(PREFIX + name)
+
+    global _meters
+    if is_profiled_by_user():
+        _log.warning(
+            "memory is metered by torch's profiler, which is on already: what it has seen so far "
+            "is lost. Let every kind of call be planned before you profile"
+        )
+    with memory_profile(operations=operations) as results:
+        _meters += 1
+        try:
+            result = run(span)
+        finally:
+            _meters -= 1
+    del result
+    return results()
+
+
+def is_profiled_by_user() -> bool:
+    """Return whether a profiler other than this meter is active."""
+    return profiler_is_on() and not _meters
+
+
+def trace_by_profiler(run: Callable[[Span], object]) -> MemoryTrace:
+    """Call `run(span)` and return its memory."""
+    changes: list[Change] = []
+    marks: list[Mark] = []
+    for event in profiled(run).events():
+        name = event.name()
+        if name == "[memory]":
+            changes.append((event.start_ns(), event.nbytes()))
+        elif name.startswith(PREFIX):
+            marks.append((event.start_ns(), event.end_ns(), name.removeprefix(PREFIX)))
+    changes.sort(key=lambda change: change[0])
+    marks.sort()
+    return replay(changes, marks)

@@ -20,7 +20,6 @@ from torch import Tensor
 from rkgb.device.base import CallTime, Device
 from rkgb.device.queues import CopyQueues, CudaQueues
 from rkgb.device.trace import MemoryTrace, Span, SpanMemory
-from rkgb.device.warm_up import warm_up_threads
 from rkgb.errors import UnsupportedDeviceError
 from rkgb.torch_api.private.memory import allocator_settings, current_cuda_stream, keep_cuda_busy
 
@@ -190,3 +189,21 @@ def trace_by_counters(
     end = close_gap()
     del result
     return MemoryTrace(highest, end, tuple(spans), (), handed_highest)
+
+
+def use_libraries(where: torch.device) -> None:
+    """Multiply matrices as layers do, so that cuBLAS and cuBLASLt allocate their workspaces."""
+    with torch.no_grad():
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            matrix = torch.ones(64, 64, device=where, dtype=dtype)
+            torch.addmm(matrix[0], matrix, matrix)
+            torch.bmm(matrix[None], matrix[None])
+
+
+def warm_up_threads(where: torch.device) -> None:
+    """Use the libraries in this thread and in the one that runs backwards."""
+    use_libraries(where)
+    with torch.enable_grad():
+        made = torch.ones((), device=where, requires_grad=True).clone()
+        made.register_hook(lambda _gradient: use_libraries(where))
+        made.backward()

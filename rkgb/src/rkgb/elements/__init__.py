@@ -3,11 +3,10 @@
 Gets the arguments and results of calls; gives frozen facts. Read op.py (one operation), then
 tensor_info.py (one tensor), numbers.py (unspecialised numbers of a call), trees.py and sample.py
 (arguments and results flattened), effect.py (side effects of a forward), target.py (a target that
-is no operation of torch's), cut.py (where a gradient goes to autograd and comes back) and
-module_paths.py (names of modules in a model).
+is no operation of torch's; where a gradient goes to autograd and comes back) and module_paths.py
+(names of modules in a model).
 """
 
-from rkgb.elements.cut import GradientCut, GradientPart
 from rkgb.elements.effect import (
     Assertion,
     Assign,
@@ -21,7 +20,7 @@ from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import BATCH_NORMS, CAST, Op, Ref
 from rkgb.elements.sample import attribute_keyword, attribute_of, own_copy
 from rkgb.elements.spread import is_running, settled
-from rkgb.elements.target import running_on, target_of
+from rkgb.elements.target import GradientCut, GradientPart, running_on, target_of
 from rkgb.elements.tensor_info import TensorInfo, same_bits, storage_id
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 

@@ -1,7 +1,11 @@
 """What an operation calls where that is no operation of torch's own, and what others ask of it.
 
 Graphs, costs and programs know no kind of such a target: they ask `target_of(op)`. Who brings
-operations of a new kind derives from `Target` and says what is otherwise than for torch's own.
+operations of a new kind derives from `Target` and says what is otherwise than for torch's own. Two
+targets are where a backward passes the gradient of an output to autograd, part by part, and gets it
+back. An output may be used by other outputs, as a hidden state beside the result is. Its gradient
+then belongs to autograd, which adds gradients from outside and runs hooks. `GradientPart` adds a
+part to the value that autograd holds, and `GradientCut` takes the sum.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from torch import nn
+from torch import Tensor, nn
 
 from rkgb.elements.op import Op
 
@@ -144,3 +148,40 @@ def running_model() -> nn.Module:
     model = getattr(_running, "model", None)
     assert isinstance(model, nn.Module), "no model to run on"
     return model
+
+
+@dataclass(frozen=True)
+class ThroughAutograd(Target):
+    """What a backward passes to autograd, or takes from it, of the gradient of an output."""
+
+    root: str  # the output
+    from_outside: bool
+
+    def cost(self, op: Op) -> OpCost:
+        return OpCost(0.0)
+
+
+class GradientPart(ThroughAutograd):
+    """Passes a part of an output's gradient to autograd.
+
+    It comes `from_outside` if it is the first part and is added to a gradient from outside.
+    """
+
+    __name__ = "part"
+
+    def __call__(self, *parts: Tensor) -> Tensor:
+        """Return what autograd then holds: the part, added to the sum so far if there is one."""
+        return parts[0] + parts[1] if len(parts) > 1 else parts[0]
+
+
+class GradientCut(ThroughAutograd):
+    """Takes the whole gradient of an output from autograd.
+
+    It comes `from_outside` if autograd also holds one from outside, from the beginning on.
+    """
+
+    __name__ = "cut"
+
+    def __call__(self, held: Tensor) -> Tensor:
+        """Return the gradient as it is, the case in which no hook changes it."""
+        return held

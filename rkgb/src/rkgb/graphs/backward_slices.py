@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from rkgb.elements.cut import ThroughAutograd
 from rkgb.elements.op import Op
+from rkgb.elements.target import ThroughAutograd
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph, HandOver
 from rkgb.graphs.uses import before_each, live_ops, roots_of

@@ -14,11 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rkgb.elements.cut import GradientCut
 from rkgb.elements.effect import Effect
 from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import Op, Ref
-from rkgb.elements.target import WholeCall, target_of
+from rkgb.elements.target import GradientCut, WholeCall, target_of
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import TraceError

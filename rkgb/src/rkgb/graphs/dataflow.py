@@ -6,9 +6,10 @@ which operations draw random numbers or write to memory. The edges are derived f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from typing import Any
 
 import torch
@@ -17,8 +18,23 @@ from torch import nn
 from rkgb.elements.op import Op
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
-from rkgb.graphs.drawn import Drawn
 from rkgb.graphs.uses import before_each
+
+# What draws graphs lies above, and is put here when it is imported.
+_by: list[Callable[[Any], str | None]] = []
+
+
+def draw_by(draw: Callable[[Any], str | None]) -> None:
+    """Let notebooks show graphs by a function, which returns None where it cannot draw."""
+    _by[:] = [draw]
+
+
+class Drawn:
+    """Something that a notebook shows as a picture, below its line of text."""
+
+    def _repr_html_(self) -> str:
+        pictures = [draw(self) for draw in _by]
+        return f"<p>{escape(repr(self))}</p>{''.join(filter(None, pictures))}"
 
 
 @dataclass(frozen=True, slots=True)

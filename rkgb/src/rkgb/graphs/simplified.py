@@ -23,8 +23,7 @@ from rkgb.elements.op import VIEW_NAMES, Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.backward_slices import Slice, slice_backward
 from rkgb.graphs.basic import BasicGraph, HandOver
-from rkgb.graphs.dataflow import DataFlowGraph
-from rkgb.graphs.drawn import Drawn
+from rkgb.graphs.dataflow import DataFlowGraph, Drawn
 from rkgb.graphs.passes import PASSES, Groups, Pass
 from rkgb.graphs.uses import Part, Uses, roots_of
 

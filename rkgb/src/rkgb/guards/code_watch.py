@@ -24,7 +24,7 @@ from rkgb.guards.doors import Door, Kind, door_of, says, told
 from rkgb.guards.loads import ANY
 from rkgb.guards.owners import is_ours, is_users
 from rkgb.torch_api.patches import Patches
-from rkgb.torch_api.profilers import set_profile
+from rkgb.torch_api.quiet import set_profile
 
 _TOOLS = (4, 3)  # numbers that `sys.monitoring` reserves for nobody
 

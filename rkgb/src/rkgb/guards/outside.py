@@ -24,7 +24,7 @@ from rkgb.guards.entries import cell_content
 from rkgb.guards.loads import loads_of
 from rkgb.guards.owners import is_users
 from rkgb.guards.sources import Source, Sources, function_named, look_up, see_frozen, unbound
-from rkgb.torch_api.profilers import set_profile
+from rkgb.torch_api.quiet import set_profile
 
 # Places that forwards were seen to change, of all models: few, and looked at by planning only.
 _changing: dict[tuple[int, str | None], tuple[Callable[[], Any], str | None]] = {}

@@ -13,8 +13,7 @@ from torch import Tensor
 from rkgb.elements.spread import memory_of
 from rkgb.graphs.basic import autocast_as
 from rkgb.opaque.inner_graph import InnerGraph
-from rkgb.torch_api.firing import firing_order
-from rkgb.torch_api.private.autograd import back_to_autograd
+from rkgb.torch_api.private.autograd import back_to_autograd, firing_order
 
 
 def apart(tensor: Tensor, taken: list[tuple[int, int]]) -> Tensor:

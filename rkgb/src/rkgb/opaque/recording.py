@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,12 +21,10 @@ from rkgb.guards.code_watch import CodeWatch, Seen
 from rkgb.guards.outside import Readable
 from rkgb.module_state.kept_writes import KeptTensors
 from rkgb.module_state.start_of_call import Lent, ModuleState
-from rkgb.opaque.adding import add_in_parts
 from rkgb.opaque.call import Call
 from rkgb.opaque.left_behind import left_by
-from rkgb.opaque.link import Connect, Link, Tried
+from rkgb.opaque.link import Connect, Link, Tried, add_in_parts
 from rkgb.opaque.piece import Piece, RunPiece
-from rkgb.opaque.recurrent import draws_by_cudnn
 from rkgb.opaque.trial import Trials
 from rkgb.recording.facts import TensorFacts
 from rkgb.recording.recorder import Recorder
@@ -358,3 +357,23 @@ def _tensors_of(twin: nn.Module, path: str) -> dict[int, str]:
     module, around = twin.get_submodule(path), f"{path}." if path else ""
     named = (*module.named_parameters(), *module.named_buffers())
     return {id(tensor): f"{around}{name}" for name, tensor in named}
+
+
+_log = logging.getLogger("rkgb")
+_told: set[str] = set()
+
+
+def draws_by_cudnn(module: nn.Module) -> bool:
+    """Return whether a module on CUDA draws from that state, and say so once for each type."""
+    if not (isinstance(module, nn.RNNBase) and module.training and module.dropout > 0):
+        return False
+    name = type(module).__name__
+    if name not in _told:
+        _told.add(name)
+        _log.warning(
+            "%s draws the dropout between its layers by cuDNN, from a state that torch cannot put "
+            "back: it runs once in a step, and its masks may be others than in a plain run from "
+            "the same seed. Single layers with nn.Dropout between them have plain PyTorch's bits.",
+            name,
+        )
+    return True

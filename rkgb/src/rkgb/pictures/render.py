@@ -15,8 +15,7 @@ from typing import Any
 
 from rkgb.atlas.forward_backward import KGraph
 from rkgb.graphs.basic import BasicGraph
-from rkgb.graphs.dataflow import DataFlowGraph
-from rkgb.graphs.drawn import draw_by
+from rkgb.graphs.dataflow import DataFlowGraph, draw_by
 from rkgb.graphs.simplified import SimplifiedGraph
 from rkgb.pictures.dot import draw
 from rkgb.pictures.sketch import Sketch, sketch_dataflow, sketch_k, sketch_list, sketch_simplified

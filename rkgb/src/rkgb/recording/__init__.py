@@ -1,8 +1,8 @@
 """Records everything that runs in a step: operations, values, and their lines in the user's code.
 
 Gets a running step; gives its operations and facts about the values between them. Read recorder.py
-(recording an operation), on reads.py (what Python reads of values), values.py and names.py (names
-of values), kernels.py (schemas), repeated.py (skipping repeated kernels), places.py (lines of the
+(recording an operation), on reads.py (what Python reads of values), values.py (their names),
+kernels.py (schemas), repeated.py (skipping repeated kernels), places.py (lines of the
 user's code), sizes.py (in less memory), facts.py (what tensors are asked for), and watch.py (calls
 that are no operations).
 """

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from rkgb.elements.numbers import COMPARISONS, OPERATIONS, Comparison, TapeEntry
 from rkgb.guards.loads import loads_of
-from rkgb.torch_api.profilers import set_profile
+from rkgb.torch_api.quiet import set_profile
 
 # (comparison, number): guards, because torch takes another branch at that number.
 Limits = tuple[tuple[str, float], ...]

@@ -8,7 +8,7 @@ which recomputes the forward of each piece and then runs its backward. Gradients
 losses, are sums over pieces. Where the backward begins with the gradient of a loss, the forward
 makes the gradients of its pieces too, and nothing runs twice (losses.py).
 
-    S graph ──regions: runs around the widest values──► one node each ──┐
+    S graph ──rewrite: runs around the widest values──► one node each ──┐
                                                                         │ recorded operations
     rules: which pieces an operation reads, and how it is cut ──────►  pieces: before, loop, after
                                                                         │
@@ -19,9 +19,8 @@ cut along rows, whole, or a sum over pieces. Each rule is correct for all values
 found by trial, and operations without a rule stay whole. An elementwise write into what the run
 has made (`relu_`) becomes a new piece, if nothing reads the old one again. Read cuts.py (how a
 tensor is cut), rules.py (each kind of operation), pieces.py (a run of operations), memory.py
-(where results lie), parts.py (slices that leave), call.py (how they run), regions.py (which runs
-are worth cutting), node.py (one node in pieces), rewrite.py (into a graph) and same_bits.py (pieces
-that have the bits of the whole).
+(where results lie), call.py (how they run), node.py (one node in pieces), rewrite.py (which runs
+are worth cutting, and into a graph) and same_bits.py (pieces that have the bits of the whole).
 """
 
 from rkgb.rows.rewrite import Cut, CutGraph, CutNode, cut_in_rows

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rkgb.rows import layer_rules, rules
+from rkgb.rows import rules
 from rkgb.rows.cuts import fit
 from rkgb.rows.rules import Asked, Found, Rule, Value
 
@@ -76,36 +76,36 @@ _RULES: Mapping[Any, Rule] = {
     _aten._log_softmax.default: rules.over(1),
     _aten._softmax_backward_data.default: rules.over(2),
     _aten._log_softmax_backward_data.default: rules.over(2),
-    _aten.native_layer_norm.default: layer_rules.normed,
-    _aten._fused_rms_norm.default: layer_rules.normed,
-    _aten.native_layer_norm_backward.default: layer_rules.normed_backward,
-    _aten._fused_rms_norm_backward.default: layer_rules.normed_backward,
-    _aten.native_group_norm.default: rules.with_size(layer_rules.samples((0,), "rrr"), 3),
+    _aten.native_layer_norm.default: rules.normed,
+    _aten._fused_rms_norm.default: rules.normed,
+    _aten.native_layer_norm_backward.default: rules.normed_backward,
+    _aten._fused_rms_norm_backward.default: rules.normed_backward,
+    _aten.native_group_norm.default: rules.with_size(rules.samples((0,), "rrr"), 3),
     _aten.native_group_norm_backward.default: rules.with_size(
-        layer_rules.samples((0, 1, 2, 3), "rss"), 5
+        rules.samples((0, 1, 2, 3), "rss"), 5
     ),
-    _aten.embedding.default: layer_rules.looked_up,
-    _aten.embedding_dense_backward.default: layer_rules.looked_up_backward,
-    _aten.convolution.default: layer_rules.samples((0,), "r"),
-    _aten.convolution_backward.default: layer_rules.samples((0, 1), "rss"),
-    _aten.max_pool2d_with_indices.default: layer_rules.samples((0,), "rr"),
-    _aten.max_pool2d_with_indices_backward.default: layer_rules.samples((0, 1, 7), "r"),
-    _aten.avg_pool2d.default: layer_rules.samples((0,), "r"),
-    _aten.avg_pool2d_backward.default: layer_rules.samples((0, 1), "r"),
-    _aten._adaptive_avg_pool2d.default: layer_rules.samples((0,), "r"),
-    _aten._adaptive_avg_pool2d_backward.default: layer_rules.samples((0, 1), "r"),
-    _aten.upsample_nearest2d.vec: layer_rules.samples((0,), "r"),
-    _aten.upsample_nearest2d.default: layer_rules.samples((0,), "r"),
-    _aten.upsample_nearest2d_backward.default: rules.with_size(layer_rules.samples((0,), "r"), 2),
-    _aten.upsample_bilinear2d.vec: layer_rules.samples((0,), "r"),
-    _aten.upsample_bilinear2d.default: layer_rules.samples((0,), "r"),
-    _aten.upsample_bilinear2d_backward.default: rules.with_size(layer_rules.samples((0,), "r"), 2),
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: layer_rules.samples(
+    _aten.embedding.default: rules.looked_up,
+    _aten.embedding_dense_backward.default: rules.looked_up_backward,
+    _aten.convolution.default: rules.samples((0,), "r"),
+    _aten.convolution_backward.default: rules.samples((0, 1), "rss"),
+    _aten.max_pool2d_with_indices.default: rules.samples((0,), "rr"),
+    _aten.max_pool2d_with_indices_backward.default: rules.samples((0, 1, 7), "r"),
+    _aten.avg_pool2d.default: rules.samples((0,), "r"),
+    _aten.avg_pool2d_backward.default: rules.samples((0, 1), "r"),
+    _aten._adaptive_avg_pool2d.default: rules.samples((0,), "r"),
+    _aten._adaptive_avg_pool2d_backward.default: rules.samples((0, 1), "r"),
+    _aten.upsample_nearest2d.vec: rules.samples((0,), "r"),
+    _aten.upsample_nearest2d.default: rules.samples((0,), "r"),
+    _aten.upsample_nearest2d_backward.default: rules.with_size(rules.samples((0,), "r"), 2),
+    _aten.upsample_bilinear2d.vec: rules.samples((0,), "r"),
+    _aten.upsample_bilinear2d.default: rules.samples((0,), "r"),
+    _aten.upsample_bilinear2d_backward.default: rules.with_size(rules.samples((0,), "r"), 2),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: rules.samples(
         (0, 1, 2), "rr", dims=2
     ),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: layer_rules.samples(
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: rules.samples(
         (0, 1, 2, 3, 4, 5), "rrr", dims=2
     ),
-    _aten.nll_loss_forward.default: layer_rules.loss,
-    _aten.nll_loss_backward.default: layer_rules.loss_backward,
+    _aten.nll_loss_forward.default: rules.loss,
+    _aten.nll_loss_backward.default: rules.loss_backward,
 }

@@ -14,7 +14,7 @@ from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.rows.call import InPieces
 from rkgb.rows.cuts import Cuts, Runs
 from rkgb.rows.losses import Scaled, counted, one_like
-from rkgb.rows.parts import parts_that_leave
+from rkgb.rows.memory import parts_that_leave
 from rkgb.rows.pieces import Cutting, Pieces, SameBits
 
 Rows = tuple[str, Cuts, Runs]  # an input, and how it is cut

@@ -1,8 +1,8 @@
 """From the order of a plan to Python code that runs one step of a recorded module.
 
 Gets a simplified graph and the steps of a plan; gives a forward function and a backward generator.
-Read graph/: views.py and overwrite.py (rewriting the graph), node_storages.py (the
-storages of a node), freeing.py (donation). Then program/: statements.py (the parts of a program),
+Read graph/: views.py and overwrite.py (rewriting the graph), node_storages.py (the storages of a
+node). Then program/: statements.py (the parts of a program),
 places.py (hand-overs of gradients), moves.py (storages that leave the device), state.py (state for
 recomputations), lowering.py (the order and the drops), source.py (code generation). Then
 reads.py (values that a forward has read), stand_ins.py and bindings.py (the functions that are

@@ -1,9 +1,9 @@
 """Side effects that a recording would lose silently: they are refused, undone or kept.
 
 Gets a module, before and after a forward; gives errors with module path and source line, and the
-assignments that a plan repeats. Read refusals.py (found beforehand), side_effects.py,
-assignments.py and settling.py (found by comparison), other_threads.py (random numbers of other
-threads) and explain.py (errors about operations).
+assignments that a plan repeats. Read refusals.py (found beforehand; errors about operations),
+side_effects.py, assignments.py and settling.py (found by comparison), and other_threads.py (random
+numbers of other threads).
 """
 
 from rkgb.safeguards.other_threads import drawn_elsewhere, other_threads

@@ -8,10 +8,8 @@ calls what is replaced, and private/, which alone imports private modules; then 
 global_hooks.py.
 """
 
-from rkgb.torch_api.by_values import TakingMost, noting_calls
+from rkgb.torch_api.by_values import EXTRA_FLOP_FORMULAS, TakingMost, noting_calls
 from rkgb.torch_api.compiled_code import compiled_modules, is_in_compiled_code, is_optimized
-from rkgb.torch_api.firing import firing_order
-from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
 from rkgb.torch_api.global_hooks import has_global_hooks, without_global_hooks
 from rkgb.torch_api.kernel_choice import KernelChoice, RecomputingAs, running_a_forward, with_flags
 from rkgb.torch_api.object_heads import has_in_head, heads_of, items_of_all
@@ -21,6 +19,7 @@ from rkgb.torch_api.private.autograd import (
     asked_of_backwards,
     at_end_of_backward,
     current_backward,
+    firing_order,
     gradients_kept,
     has_saved_hooks,
     is_in_checkpoint,

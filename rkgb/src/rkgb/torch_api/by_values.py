@@ -1,13 +1,17 @@
-"""Kernels whose workspace depends on values: they are measured where it is largest."""
+"""What torch does not say of some kernels: their FLOPs, and that values decide their workspace.
+
+A workspace that depends on values is measured where it is largest.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.private.modes import DispatchMode
@@ -50,3 +54,18 @@ def noting_calls() -> Iterator[list[None]]:
 
     with Patches([(place, "matrix_exp", noting) for place in _PLACES]):
         yield called
+
+
+def _sdpa_forward(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(q, k, v))
+
+
+def _sdpa_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad, q, k, v))
+
+
+# Without them, attention on a CPU would cost nothing. The formulas take shapes.
+EXTRA_FLOP_FORMULAS: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _sdpa_forward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
+}

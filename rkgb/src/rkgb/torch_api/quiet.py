@@ -1,12 +1,14 @@
 """Captures prints and warnings of one thread; other threads are not affected.
 
 All threads share `sys.stdout` and the filters of warnings.
+A thread's profile function may be one that is written in C, which is put back as it was.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import sys
 import threading
 import warnings
@@ -85,3 +87,24 @@ def _are_other_filters() -> None:
             with lock if lock is not None else contextlib.nullcontext():
                 mutated()
             return
+
+
+_log = logging.getLogger("rkgb")
+
+
+def set_profile(looking: Any) -> None:
+    """Let this thread's calls be looked at by what `sys.getprofile` returned before.
+
+    Before Python 3.12 that may be a `cProfile.Profile`, which `sys.setprofile` would call. That of
+    `torch.profiler.profile(with_stack=True)` cannot be set from Python: it sees no more calls.
+    """
+    enable = None if callable(looking) else getattr(looking, "enable", None)
+    if enable is not None:
+        enable()
+    elif looking is None or callable(looking):
+        sys.setprofile(looking)
+    else:
+        _log.warning(
+            "torch.profiler sees no more Python calls of this profile, as a module is recorded "
+            "within it. Run the first step before the profile begins."
+        )

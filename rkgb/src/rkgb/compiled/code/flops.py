@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from rkgb.torch_api.flop_formulas import EXTRA_FLOP_FORMULAS
+from rkgb.torch_api.by_values import EXTRA_FLOP_FORMULAS
 
 
 def is_heavy(target: Any) -> bool:

@@ -27,8 +27,7 @@ from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.backward_slices import Slice
 from rkgb.graphs.basic import BasicGraph, HandOver
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode, backward_uses, with_reads
-from rkgb.run.graph.freeing import freeing
-from rkgb.run.graph.overwrite import overwrite_gradients
+from rkgb.run.graph.overwrite import freeing, overwrite_gradients
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _AS_FAST = (_AS_STRIDED, torch.ops.aten.t.default)

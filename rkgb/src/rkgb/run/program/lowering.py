@@ -17,9 +17,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rkgb.elements.cut import GradientPart, ThroughAutograd
 from rkgb.elements.op import renamed
-from rkgb.elements.target import target_of
+from rkgb.elements.target import GradientPart, ThroughAutograd, target_of
 from rkgb.errors import InvalidGraphError
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.run.graph.node_storages import dying_in_backward, storages_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rkgb.device.chosen import device_of
-from rkgb.elements.cut import GradientCut
+from rkgb.elements.target import GradientCut
 from rkgb.graphs.simplified import SimplifiedGraph
 
 Step = tuple[Literal["F", "B"], int]

@@ -56,7 +56,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from rkgb.copies import Copies
-from rkgb.device.profiled import is_profiled_by_user
+from rkgb.device.cpu import is_profiled_by_user
 from rkgb.device.rng import RngState
 from rkgb.elements.numbers import is_unspecialised
 from rkgb.elements.op import Op, Ref
