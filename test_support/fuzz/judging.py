@@ -22,7 +22,6 @@ from torch import nn
 import rockmate
 from fuzz.journal import MORE_STEPS, TOLD_ONCE, Fact, Journal, Page, same
 from rkgb import RkgbError
-from rkgb.copies import copies_for
 from rockmate.errors import InfeasibleBudgetError, SolverError
 from rockmate.networks import offload
 from rockmate.problems.link import Link
@@ -105,7 +104,7 @@ def _planned(model: nn.Module, sample: Any, choice: Choice) -> nn.Module:
     beside = BESIDE.get(choice.beside, {})
     if "offload" in beside:
         here = torch.get_default_device()
-        offload._made["host", here] = offload.Offload("host", copies_for(here, None), _LINK)
+        offload._measured["host", here] = _LINK
     for left in (3, 2, 1, 0):
         try:
             options = {"self_test": choice.self_test, **beside}

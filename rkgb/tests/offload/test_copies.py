@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import multiprocessing
@@ -9,7 +10,7 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from fake_cuda.device import fake_cuda
 from fake_cuda.queues import FakeQueues
 from rkgb.copies import PAGE_BYTES, Copies, Disk, Host, Pinned, copies_for
 from rkgb.copies.disk import FileBlock
+from rkgb.copies.pinned import PinnedBlock
+from rkgb.device.queues import CudaQueues
 from rkgb.errors import CopyError, InvalidGraphError, UnsupportedDeviceError
 from rkgb.run.program.lowering import lower_step
 from runs.moves import Layers, MovingStep, SlowHost, moves_to_the_backward
@@ -321,6 +324,55 @@ def test_memory_that_cannot_be_pinned_is_said() -> None:
     step = moving(Pinned(Full()))
     with pytest.raises(CopyError, match=r"asked to pin \d+ bytes of the host.*out of memory"):
         step.forward()
+
+
+class Cuda:
+    """The calls of CUDA that pin pages: none may be, and the next kernel is told so again."""
+
+    device, last_error = -1, 0
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        assert self.device == 1
+        self.last_error = 2
+        return 2
+
+    def kernel(self, *_: Any, **__: Any) -> None:
+        error, self.last_error = self.last_error, 0
+        self.check(error)
+
+    def check(self, error: int) -> None:
+        if error:
+            raise RuntimeError("out of memory")
+
+    @contextlib.contextmanager
+    def on(self, where: torch.device) -> Iterator[None]:
+        self.device, before = where.index, self.device
+        yield
+        self.device = before
+
+
+def test_no_later_kernel_is_told_that_pages_could_not_be_pinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = Cuda()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "cudart", lambda: cuda)
+        patch.setattr(torch.cuda, "check_error", cuda.check)
+        patch.setattr(torch.cuda, "device", cuda.on)
+        patch.setattr(torch, "zeros", cuda.kernel)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            CudaQueues(torch.device("cuda", 1)).pin(0, PAGE_BYTES)
+    cuda.kernel()
+
+
+def test_a_forked_process_leaves_pinned_pages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    queues = FakeQueues()
+    block: PinnedBlock | None = Pinned(queues).new_block(PAGE_BYTES)
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    assert block is not None
+    block = None
+    assert queues.pinned
 
 
 @pytest.mark.parametrize("copies", [Host(), Pinned(FakeQueues())], ids=["host", "pinned"])

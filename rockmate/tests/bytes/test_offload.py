@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rockmate
+from fake_cuda.device import fake_cuda
 from oracles.training import (
     assert_same_gradients,
     assert_trains_like,
@@ -21,6 +23,7 @@ from rockmate import Rockmate
 from rockmate.networks import offload
 from rockmate.problems.link import Link
 from runs.moves import SlowHost
+from runs.places import let_host_be
 
 FAST = Link(1e9, 1e9)
 SLOW = Link(2e5, 2e5)
@@ -48,9 +51,7 @@ def blocks(count: int = 4) -> tuple[nn.Module, Tensor]:
 def link(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Link:
     """A host with random delays, and a link of given rates in place of measured ones."""
     chosen = FAST if request.param == "fast" else SLOW
-    copies = SlowHost(random.Random(0))
-    made = {("host", torch.device("cpu")): offload.Offload("host", copies, chosen)}
-    monkeypatch.setattr(offload, "_made", made)
+    let_host_be(SlowHost(random.Random(0)), chosen, monkeypatch)
     return chosen
 
 
@@ -74,8 +75,7 @@ def test_bits_and_bytes_with_random_delays(link: Link, fraction: float) -> None:
 def test_a_link_that_carries_all_takes_the_place_of_recomputation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = offload.Offload("host", SlowHost(random.Random(0)), FAST)
-    monkeypatch.setattr(offload, "_made", {("host", torch.device("cpu")): place})
+    let_host_be(SlowHost(random.Random(0)), FAST, monkeypatch)
     model, x = blocks()
     plan = Rockmate(model, x, 0.4, offload="host", planner="segments").plan.plan
     assert plan.moves
@@ -89,6 +89,42 @@ def test_files_on_a_disk(tmp_path: Path) -> None:
     assert_trains_like(rk, twin, x)
     assert measured_peak_bytes(rk, x, grads_exist=True) <= rk.plan.plan.budget_bytes
     assert not list(tmp_path.iterdir())  # files have no name from their first moment on
+
+
+def open_files(folder: Path) -> int:
+    """Return how many files without a name are open that lay in a folder."""
+    return sum(folder in file.resolve().parents for file in Path("/proc/self/fd").iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="no list of open files here")
+def test_a_file_goes_with_the_last_module_that_moves_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = f"disk:{tmp_path}"
+    monkeypatch.setattr(offload, "_measured", {(where, torch.device("cpu")): FAST})
+    model, x = blocks(3)
+    rk: Rockmate | None = Rockmate(model, x, 0.5, offload=where, planner="segments")
+    assert rk is not None
+    rk(x).sum().backward()
+    assert open_files(tmp_path) == 1
+    rk = None
+    gc.collect()
+    assert not open_files(tmp_path)
+
+
+def test_pinned_memory_goes_with_the_last_module_that_moves_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = blocks(3)
+    with fake_cuda() as device:
+        monkeypatch.setattr(offload, "_measured", {("host", device.where): FAST})
+        rk: Rockmate | None = Rockmate(model, x, 0.5, offload="host", planner="segments")
+        assert rk is not None
+        rk(x).sum().backward()
+        assert len(device.queues.pinned) == 1
+        rk = None
+        gc.collect()
+        assert not device.queues.pinned
 
 
 def test_several_forwards_before_their_backwards(link: Link) -> None:
@@ -175,13 +211,13 @@ def test_a_file_keeps_moves_and_rates(link: Link, tmp_path: Path) -> None:
     model, x = blocks()
     made = Rockmate(model, x, 0.65, offload="host", planner="segments")
     made.save_plan(file)
-    offload._made.clear()
+    offload._measured.clear()
     model, x = blocks()
     twin = eager_copy(model)
     rk = Rockmate(model, x, 0.65, offload="host", plan=file)
     assert rk.plan.plan.moves == made.plan.plan.moves
     assert rk.plan.problem.link == link
-    assert not offload._made
+    assert not offload._measured
     assert_trains_like(rk, twin, x)
     if rk.plan.plan.moves:
         with pytest.raises(rockmate.PlanMismatchError, match="offload=None"):
@@ -191,8 +227,7 @@ def test_a_file_keeps_moves_and_rates(link: Link, tmp_path: Path) -> None:
 
 
 def test_the_cache_keeps_plans_that_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = offload.Offload("host", SlowHost(random.Random(0)), FAST)
-    monkeypatch.setattr(offload, "_made", {("host", torch.device("cpu")): place})
+    let_host_be(SlowHost(random.Random(0)), FAST, monkeypatch)
     how = {"offload": "host", "planner": "segments", "cache": tmp_path}
     model, x = blocks(3)
     made = Rockmate(model, x, 0.5, **how)
@@ -244,8 +279,7 @@ class Deciding(nn.Module):
 
 
 def test_blocks_of_a_root_that_decides_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = offload.Offload("host", SlowHost(random.Random(0)), FAST)
-    monkeypatch.setattr(offload, "_made", {("host", torch.device("cpu")): place})
+    let_host_be(SlowHost(random.Random(0)), FAST, monkeypatch)
     torch.manual_seed(0)
     model, x = Deciding(), torch.randn(64, 32)
     twin = eager_copy(model)

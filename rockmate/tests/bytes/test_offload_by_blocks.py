@@ -24,6 +24,7 @@ from rockmate import BlocksPlan, InfeasibleBudgetError
 from rockmate.networks import offload
 from rockmate.problems.link import Link
 from runs.moves import SlowHost
+from runs.places import let_host_be
 
 FAST, SLOW = Link(1e12, 1e12), Link(1e8, 1e8)  # beside times that are from FLOPs
 
@@ -54,8 +55,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> CountingHost:
 def over(monkeypatch: pytest.MonkeyPatch, link: Link) -> CountingHost:
     """Return a host behind a link of given rates, in place of measured ones."""
     copies = CountingHost()
-    made = {("host", torch.device("cpu")): offload.Offload("host", copies, link)}
-    monkeypatch.setattr(offload, "_made", made)
+    let_host_be(copies, link, monkeypatch)
     return copies
 
 
@@ -181,10 +181,10 @@ def test_a_file_keeps_moves_and_rates(host: CountingHost, tmp_path: Path) -> Non
     file = tmp_path / "blocks.plan.json"
     made = planned(0.45)[3]
     made.save_plan(file)
-    offload._made.clear()
+    offload._measured.clear()
     model, twin, sample, plan = planned(0.45, plan=file)
     assert [row.moved_bytes for row in plan.rows] == [row.moved_bytes for row in made.rows]
-    assert not offload._made
+    assert not offload._measured
     assert_trains_like(model, twin, sample)
     with pytest.raises(rockmate.PlanMismatchError, match="offload=None"):
         planned(0.45, plan=file, offload=None)

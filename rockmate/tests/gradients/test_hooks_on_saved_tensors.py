@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from oracles.training import assert_same_gradients
 from rkgb.engine import trace_memory
 from rockmate import ChangedTensorError, Rockmate
-from rockmate.networks import offload
 from rockmate.problems.link import Link
 from runs.moves import SlowHost
+from runs.places import let_host_be
 from runs.planned import wrap
 
 
@@ -119,8 +119,7 @@ def test_hooks_around_a_planned_module_leave_plain_bits(around: str, budget: flo
 def test_hooks_get_no_tensor_whose_memory_has_moved(
     around: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = offload.Offload("host", SlowHost(random.Random(0)), Link(1e9, 1e9))
-    monkeypatch.setattr(offload, "_made", {("host", torch.device("cpu")): place})
+    let_host_be(SlowHost(random.Random(0)), Link(1e9, 1e9), monkeypatch)
     model, x = nn.Sequential(*(_model() for _ in range(3))), torch.randn(256, 24)
     twin = copy.deepcopy(model)
     rk = Rockmate(model, x, 0.4, offload="host", planner="segments")

@@ -7,6 +7,7 @@ and nothing has to be told to the allocator (`record_stream`).
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ class PinnedBlock(HostBlock):
 
     def __init__(self, size_bytes: int, queues: CopyQueues, both: tuple[Queue, Queue]) -> None:
         self._queues, self._both, self._is_pinned = queues, both, False
+        self._process = os.getpid()
         super().__init__(size_bytes)
         self.last_back: Any = None  # the mark behind the latest copy from here
         try:
@@ -37,7 +39,9 @@ class PinnedBlock(HostBlock):
         self.bytes = torch.frombuffer(self.pages, dtype=torch.uint8)
 
     def __del__(self) -> None:
-        if self._is_pinned and not sys.is_finalizing():
+        # A process that was forked from this one has neither the device nor those pages pinned.
+        is_ours = self._is_pinned and self._process == os.getpid()
+        if is_ours and not sys.is_finalizing():
             for queue in self._both:  # copies of a step that was broken off may still run
                 queue.synchronize()
             self._queues.unpin(self.address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
@@ -79,10 +80,16 @@ class CudaQueues(CopyQueues):
         return bool(event.query())
 
     def pin(self, address: int, size_bytes: int) -> None:
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)))
+        with torch.cuda.device(self._where):  # or the first device would get a context, too
+            code = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
+            if code:  # CUDA says it once more at the next kernel, which has done nothing wrong
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device=self._where)
+                torch.cuda.check_error(code)
 
     def unpin(self, address: int) -> None:
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+        with torch.cuda.device(self._where):
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
     def is_captured(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

@@ -1,13 +1,14 @@
 """Where storages of a step may be moved, with a link whose rates have been measured.
 
-A place is made once per process: its worker threads, blocks and rates serve every plan. A plan from
-a file brings the rates with it that it was made for.
+A process measures the rates of a place once. Its plans share worker threads and blocks, which go
+with the last of them. A plan from a file brings the rates with it that it was made for.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import weakref
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,8 +28,9 @@ class Offload:
     link: Link
 
 
-_copies: dict[tuple[str, torch.device], Copies] = {}
-_made: dict[tuple[str, torch.device], Offload] = {}
+_copies: weakref.WeakValueDictionary[tuple[str, torch.device], Copies]
+_copies = weakref.WeakValueDictionary()
+_measured: dict[tuple[str, torch.device], Link] = {}
 _making = threading.Lock()
 
 
@@ -44,18 +46,15 @@ def offload_of(
         return None
     key = where, device
     with _making:
-        if key not in _copies:
+        copies = _copies.get(key)
+        if copies is None:
             folder = None if where == HOST else where.removeprefix(DISK)
-            _copies[key] = copies_for(device, folder)
-        found = _made.get(key)
-        if found is None and link is None:
-            rates = Link(*measured_link(_copies[key], device))
-            found = _made[key] = Offload(where, _copies[key], rates)
-        if found is None:
-            assert link is not None
-            found = Offload(where, _copies[key], link)
-    here = link or found.link.shared_by(_processes_here())
-    return replace(found, link=replace(here, host_bytes=host_bytes))
+            copies = _copies[key] = copies_for(device, folder)
+        if link is None:
+            if key not in _measured:
+                _measured[key] = Link(*measured_link(copies, device))
+            link = _measured[key].shared_by(_processes_here())
+    return Offload(where, copies, replace(link, host_bytes=host_bytes))
 
 
 def _processes_here() -> int:
