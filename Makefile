@@ -142,7 +142,7 @@ WHEELS ?= wheels
 CALL ?=
 gpu: ## what holds on the GPU here: make gpu CALL=1, then CALL=2; each under nine minutes, nothing is installed
 	$(GPU_PYTHON) benchmarks/gpu_probe.py $(if $(wildcard $(WHEELS)/*.whl),--wheels "$(WHEELS)") $(if $(CALL),--call $(CALL)) $(GPU_ARGS)
-BROUGHT := ortools pulp protobuf immutabledict absl-py graphviz expecttest hypothesis sortedcontainers \
+BROUGHT := ortools protobuf immutabledict absl-py graphviz expecttest hypothesis sortedcontainers \
 	pandas python-dateutil six psutil tqdm
 gpu-wheels: | $(PY) ## the wheels that a machine with torch and without a network needs, into wheels/
 	$(PY) -m pip download -q --no-deps -c constraints.txt -d "$(WHEELS)" $(BROUGHT)

@@ -153,7 +153,7 @@ TORCH_FREE = {
 TORCH_PRIVATE = "rkgb/src/rkgb/torch_api/private"  # the one folder that may import torch._x
 DISTRIBUTIONS = {"rotor": "rk-rotor"}  # where the import has another name
 LAZY = (
-    *("graphviz", "gurobipy", "highspy", "lightning", "matplotlib", "ortools", "pulp"),
+    *("graphviz", "gurobipy", "highspy", "lightning", "matplotlib", "ortools"),
     *("transformers", "torch._inductor"),
 )
 PACKAGES = ("rkgb", "rotor", "rockmate")

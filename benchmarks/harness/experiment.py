@@ -281,7 +281,7 @@ def stamp_of(device: str) -> dict[str, str]:
         driver = f"CUDA {torch.version.cuda}"
     installed = {
         package: importlib.metadata.version(package)
-        for package in ("rkgb", "rk-rotor", "rockmate", "ortools", "pulp")
+        for package in ("rkgb", "rk-rotor", "rockmate", "ortools")
     }
     return {
         "commit": commit(),
@@ -291,7 +291,7 @@ def stamp_of(device: str) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "packages": ", ".join(f"{k} {installed[k]}" for k in ("rkgb", "rk-rotor", "rockmate")),
-        "solvers": ", ".join(f"{k} {installed[k]}" for k in ("ortools", "pulp")),
+        "solvers": f"ortools {installed['ortools']}",
     }
 
 

@@ -19,7 +19,8 @@ from rockmate.solvers.result import Solver, SolverResult
 
 BACKENDS = ("cp-sat", "cbc", "highs", "gurobi")
 
-# The 0/1 programs are limited in seconds (CBC: of CPU time), because they share no measure of work.
+# The 0/1 programs are limited in seconds (CBC: of CPU time, so that a busy machine finds as much),
+# because they share no measure of work.
 _SECONDS_PER_UNIT = 10.0
 
 

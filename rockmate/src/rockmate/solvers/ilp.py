@@ -1,4 +1,4 @@
-"""The compact 0/1 program, through PuLP: CBC, HiGHS, Gurobi.
+"""The compact 0/1 program, for CBC and HiGHS of ortools, or Gurobi.
 
 Stage 0 is the forward phase. In stage s some nodes are recomputed in order, then the s-th backward
 runs. Index ranges: node k, stage s (from 1 to the last in which k can be of use), storage o, event
@@ -26,14 +26,17 @@ intervals.
 from __future__ import annotations
 
 import importlib.util
-import sys
+import math
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rockmate.errors import SolverError, SolverUnavailableError
 from rockmate.problems.problem import Problem
+from rockmate.schedules.steps import Steps
+from rockmate.solvers.bound import heard_interrupts
 from rockmate.solvers.result import (
     SolverResult,
     Status,
@@ -68,29 +71,26 @@ def solve_ilp(
     """
     check_installed(backend)
     begin = time.perf_counter()
-    program = _ZeroOneProgram(problem, budget_bytes)
+    program = _ZeroOneProgram(problem, budget_bytes, _new_solver(backend))
     if program.hopeless:
         return SolverResult("infeasible", seconds=time.perf_counter() - begin)
-    if backend == "highs":
-        status, values = _run_highs(program.lp, time_limit_s)
-    else:
-        status, values = _run_pulp(program, backend, time_limit_s)
+    run = _run_gurobi if backend == "gurobi" else _run
+    status, value_of = run(program.solver, time_limit_s)
     seconds = time.perf_counter() - begin
-    if values is None:
+    if status not in ("optimal", "feasible"):
         # CBC also says "infeasible" if its time limit ends before it has found a solution.
         ended = time_limit_s is not None and seconds >= time_limit_s
         return SolverResult("unknown" if ended else status, seconds=seconds)
-    steps = program.read(values)
+    steps = program.read(value_of)
     cost = recomputed_ms(problem, steps)
     return SolverResult(status, steps, cost, cost if status == "optimal" else None, seconds)
 
 
 class _ZeroOneProgram:
-    """The linear program; expressions are kept as (constant, {variable: coefficient})."""
+    """The linear program, in a solver of ortools."""
 
-    def __init__(self, problem: Problem, budget_bytes: int) -> None:
-        pulp = import_pulp()
-        self.pulp = pulp
+    def __init__(self, problem: Problem, budget_bytes: int, solver: Any) -> None:
+        self.solver = solver
         self.problem = problem
         self.budget = budget_bytes
         self.count = len(problem.nodes)
@@ -98,11 +98,8 @@ class _ZeroOneProgram:
         self.stage = stages_of(problem)
         self.last = last_useful_stages(problem)
         self.hopeless = False
-        self.lp = pulp.LpProblem("rematerialization", pulp.LpMinimize)
-        self.names = 0
-        self.rows = 0
         self.R: dict[tuple[int, int], Any] = {
-            (s, k): self._binary(f"R_{s}_{k}")
+            (s, k): solver.BoolVar(f"R_{s}_{k}")
             for k in range(self.count)
             for s in range(1, self.last[k] + 1)
         }
@@ -118,23 +115,15 @@ class _ZeroOneProgram:
         self._add_states()
         self._add_peaks()
         self._add_memory()
-        times = [node.fwd_time_ms for node in problem.nodes]
-        self.lp.setObjective(pulp.LpAffineExpression({x: times[k] for (_, k), x in self.R.items()}))
+        for (_, k), run in self.R.items():
+            solver.Objective().SetCoefficient(run, problem.nodes[k].fwd_time_ms)
+        solver.Objective().SetMinimization()
 
-    def _binary(self, name: str) -> Any:
-        if hasattr(self.lp, "add_variable"):  # PuLP 3.3 and newer
-            return self.lp.add_variable(name, cat="Binary")
-        return self.pulp.LpVariable(name, cat="Binary")
-
-    def _add(self, terms: dict[Any, int], sense: int, right: int) -> None:
-        expression = self.pulp.LpAffineExpression(terms)
-        self.rows += 1
-        if sense == self.pulp.LpConstraintLE:
-            self.lp += expression <= right
-        elif sense == self.pulp.LpConstraintGE:
-            self.lp += expression >= right
-        else:
-            self.lp += expression == right
+    def _row(self, terms: dict[Any, int], *, least: float = -math.inf, most: float) -> None:
+        """Add the row `least <= sum of terms <= most`, of factors by variable."""
+        row = self.solver.Constraint(least, most)
+        for variable, factor in terms.items():
+            row.SetCoefficient(variable, factor)
 
     def _count(self, moment: int, variable: Any, size: int) -> None:
         row = self.terms[moment]
@@ -142,7 +131,7 @@ class _ZeroOneProgram:
 
     def _add_phantoms(self) -> None:
         """[Constraint] One run of a node makes its phantoms, which then live to its backward."""
-        pulp, problem = self.pulp, self.problem
+        problem = self.problem
         for k in range(self.count):
             if not problem.phantom_masks[k]:
                 continue
@@ -151,18 +140,18 @@ class _ZeroOneProgram:
             makers = [(0, k)] + [(s, k) for s in range(1, self.last[k] + 1)]
             makers = [key for key in makers if key[0] <= self.stage[k]]
             for key in makers:
-                self.Q[key] = self._binary(f"Q_{key[0]}_{k}")
+                self.Q[key] = self.solver.BoolVar(f"Q_{key[0]}_{k}")
                 if key[0]:
-                    self._add({self.Q[key]: 1, self.R[key]: -1}, pulp.LpConstraintLE, 0)
+                    self._row({self.Q[key]: 1, self.R[key]: -1}, most=0)
                 begin = key[0] * self.width + k
                 for t in self.constant:
                     if begin < t <= end:
                         self._count(t, self.Q[key], size)
-            self._add({self.Q[key]: 1 for key in makers}, pulp.LpConstraintEQ, 1)
+            self._row({self.Q[key]: 1 for key in makers}, least=1, most=1)
             for key in makers[1:]:
                 # The last run before the backward makes them: a later one would replace them.
                 earlier = {self.Q[other]: 1 for other in makers if other[0] < key[0]}
-                self._add({**earlier, self.R[key]: 1}, pulp.LpConstraintLE, 1)
+                self._row({**earlier, self.R[key]: 1}, most=1)
 
     def _add_storages(self) -> None:
         for index, storage in enumerate(self.problem.storages):
@@ -175,7 +164,7 @@ class _ZeroOneProgram:
 
     def _add_storage(self, index: int) -> None:
         """[Constraint] Read and keep, along the events of one storage."""
-        pulp, width = self.pulp, self.width
+        width = self.width
         storage = self.problem.storages[index]
         k = storage.producer
         # moment, kind, run variable (None: the event is certain)
@@ -193,8 +182,7 @@ class _ZeroOneProgram:
             if kind == "read" and run is None:
                 alive: Any = 1
             else:
-                self.names += 1
-                alive = self._binary(f"X_{index}_{self.names}")
+                alive = self.solver.BoolVar(f"X_{index}_{self.solver.NumVariables()}")
             before: dict[Any, int] = {}
             room = 0
             for term in (previous, made):
@@ -204,11 +192,11 @@ class _ZeroOneProgram:
                     before[term] = before.get(term, 0) - 1
             if isinstance(alive, int):
                 if not room:
-                    self._add(before, pulp.LpConstraintLE, -1)
+                    self._row(before, most=-1)
             elif not room:
-                self._add({alive: 1, **before}, pulp.LpConstraintLE, 0)
+                self._row({alive: 1, **before}, most=0)
             if kind == "read" and run is not None:
-                self._add({alive: 1, run: -1}, pulp.LpConstraintGE, 0)
+                self._row({run: 1, alive: -1}, most=0)
             for t in moments:
                 if begin < t <= moment:
                     if isinstance(alive, int):
@@ -220,16 +208,16 @@ class _ZeroOneProgram:
 
     def _add_states(self) -> None:
         """[Constraint] A rerun state lives from the first forward to the last."""
-        pulp, width = self.pulp, self.width
+        width = self.width
         for k, node in enumerate(self.problem.nodes):
             size, last = node.rerun_state_bytes, self.last[k]
             if not size or not last:
                 continue
-            later = {s: self._binary(f"U_{s}_{k}") for s in range(1, last + 1)}
+            later = {s: self.solver.BoolVar(f"U_{s}_{k}") for s in range(1, last + 1)}
             for s in range(1, last + 1):
-                self._add({later[s]: 1, self.R[s, k]: -1}, pulp.LpConstraintGE, 0)
+                self._row({self.R[s, k]: 1, later[s]: -1}, most=0)
                 if s < last:
-                    self._add({later[s]: 1, later[s + 1]: -1}, pulp.LpConstraintGE, 0)
+                    self._row({later[s + 1]: 1, later[s]: -1}, most=0)
             for t in self.constant:
                 stage = t // width + (1 if t % width > k else 0)
                 if t >= k and (stage <= last or t < width):
@@ -260,105 +248,78 @@ class _ZeroOneProgram:
         for t, terms in self.terms.items():
             room = self.budget - self.constant[t]
             if terms:
-                self._add(terms, self.pulp.LpConstraintLE, room)
+                self._row(terms, most=room)
             elif room < 0:
                 self.hopeless = True
 
-    def read(self, values: dict[str, float]) -> Any:
-        """Return the steps of a solution."""
+    def read(self, value_of: Callable[[Any], float]) -> Steps:
+        """Return the steps of a solution, which gives each variable a value."""
         stages: dict[int, list[int]] = {}
         for (s, k), variable in self.R.items():
-            if values.get(variable.name, 0.0) > 0.5:
+            if value_of(variable) > 0.5:
                 stages.setdefault(s, []).append(k)
         return steps_of_stages(self.problem, stages)
 
 
-def import_pulp() -> Any:
-    """Import PuLP without highspy: with highspy loaded, ortools could not be imported."""
-    hidden = "highspy" not in sys.modules
-    if hidden:
-        sys.modules["highspy"] = None  # type: ignore[assignment]
-    try:
-        import pulp
-    finally:
-        if hidden:
-            del sys.modules["highspy"]
-    return pulp
-
-
-def _cbc(pulp: Any, time_limit_s: float | None) -> Any:
-    """Return CBC: the one that comes with PuLP 3, else the one on the search path."""
-    bundled = getattr(pulp, "PULP_CBC_CMD", None)
-    path = getattr(bundled, "pulp_cbc_path", None)
-    # CPU seconds, so that the work does not depend on other processes.
-    solver = pulp.COIN_CMD(
-        path=path, msg=False, timeLimit=time_limit_s, timeMode="cpu", gapRel=0.0, threads=1
-    )
-    if not solver.available():
-        raise SolverUnavailableError(
-            "ILP backend 'cbc' needs the CBC program, which this PuLP does not bring. Use another "
-            "backend, or: pip install 'pulp[cbc]'"
-        )
-    return solver
-
-
-def _run_pulp(
-    program: _ZeroOneProgram, backend: str, time_limit_s: float | None
-) -> tuple[Status, dict[str, float] | None]:
-    pulp = import_pulp()
-    lp = program.lp
-    if backend == "gurobi":
-        solver = pulp.GUROBI(msg=False, timeLimit=time_limit_s, gapRel=0.0)
-    else:
-        solver = _cbc(pulp, time_limit_s)
-    try:
-        lp.solve(solver)
-    except Exception as error:
-        text = str(error)
-        if backend == "gurobi" and "licen" in text.lower():
-            raise SolverUnavailableError(
-                f"ILP backend 'gurobi' refused a program of {len(lp.variables())} variables and "
-                f"{program.rows} rows: {text}. The licence that comes with gurobipy covers "
-                f"small programs only; install a full Gurobi licence, or use backend='cp-sat'"
-            ) from error
-        raise SolverError(f"ILP backend {backend!r} failed: {text}") from error
-    # With CBC LpStatus is "Optimal" even after its time limit; only sol_status tells.
-    if lp.sol_status == pulp.LpSolutionOptimal:
-        status: Status = "optimal"
-    elif lp.sol_status == pulp.LpSolutionIntegerFeasible:
-        status = "feasible"
-    elif lp.status == pulp.LpStatusInfeasible:
-        return "infeasible", None
-    else:
-        return "unknown", None
-    return status, {v.name: v.value() or 0.0 for v in lp.variables()}
-
-
-# Without a gap, what HiGHS calls optimal is; with one thread and a seed it finds the same again.
+# Quiet, and the same again: one thread, and a seed.
 _HIGHS = "output_flag=false, threads=1, random_seed=0, mip_rel_gap=0.0"
 
 
-def _run_highs(lp: Any, time_limit_s: float | None) -> tuple[Status, dict[str, float] | None]:
-    """Solve with the HiGHS that ortools brings: highspy and ortools cannot share a process."""
-    model_builder = importlib.import_module("ortools.linear_solver.python.model_builder")
-    solver = model_builder.Solver("HIGHS")
-    if not solver.solver_is_supported():
+def _new_solver(backend: str) -> Any:
+    """Return a solver of ortools; Gurobi gets its program as a file."""
+    from ortools.linear_solver import pywraplp
+
+    solver = pywraplp.Solver.CreateSolver("CBC" if backend == "gurobi" else backend.upper())
+    if solver is None:
         raise SolverUnavailableError(
-            "ILP backend 'highs' needs an ortools that brings HiGHS. Use another backend, or: "
+            f"ILP backend {backend!r} needs an ortools that brings it. Use another backend, or: "
             "pip install 'rockmate[highs]'"
         )
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "model.mps")
-        lp.writeMPS(path, rename=False)
-        model = model_builder.Model()
-        model.import_from_mps_file(path)
-    solver.set_solver_specific_parameters(_HIGHS)
+    if backend == "highs":
+        solver.SetSolverSpecificParametersAsString(_HIGHS)
+    return solver
+
+
+def _run(solver: Any, time_limit_s: float | None) -> tuple[Status, Callable[[Any], float]]:
+    """Solve in this process, and return how to read a variable; without a gap, optimal is."""
+    from ortools.linear_solver import pywraplp
+
+    parameters = pywraplp.MPSolverParameters()
+    parameters.SetDoubleParam(parameters.RELATIVE_MIP_GAP, 0.0)
     if time_limit_s is not None:
-        solver.set_time_limit_in_seconds(time_limit_s)
-    found = model_builder.SolveStatus
-    answers: dict[Any, Status] = {found.OPTIMAL: "optimal", found.FEASIBLE: "feasible"}
-    answers[found.INFEASIBLE] = "infeasible"
-    status = answers.get(solver.solve(model), "unknown")
-    if status not in ("optimal", "feasible"):
-        return status, None
-    return status, {v.name: solver.value(v) for v in model.get_variables()}
+        solver.SetTimeLimit(int(1000 * time_limit_s))
+    answers: dict[int, Status] = {
+        solver.OPTIMAL: "optimal",
+        solver.FEASIBLE: "feasible",
+        solver.INFEASIBLE: "infeasible",
+    }
+    with heard_interrupts():
+        status = answers.get(solver.Solve(parameters), "unknown")
+    return status, lambda variable: variable.solution_value()
+
+
+def _run_gurobi(solver: Any, time_limit_s: float | None) -> tuple[Status, Callable[[Any], float]]:
+    import gurobipy
+
+    options = {"OutputFlag": 0, "MIPGap": 0.0}
+    if time_limit_s is not None:
+        options["TimeLimit"] = time_limit_s
+    try:
+        with tempfile.TemporaryDirectory() as folder, gurobipy.Env(params=options) as env:
+            path = Path(folder) / "program.mps"
+            path.write_text(solver.ExportModelAsMpsFormat(False, False))
+            with gurobipy.read(str(path), env) as model:
+                model.optimize()
+                code, found = model.Status, model.SolCount
+                values = {v.VarName: v.X for v in model.getVars()} if found else {}
+    except gurobipy.GurobiError as error:
+        if "licen" not in str(error).lower():
+            raise SolverError(f"ILP backend 'gurobi' failed: {error}") from error
+        raise SolverUnavailableError(
+            f"ILP backend 'gurobi' refused a program of {solver.NumVariables()} variables and "
+            f"{solver.NumConstraints()} rows: {error}. The licence that comes with gurobipy covers "
+            "small programs only; install a full Gurobi licence, or use backend='cp-sat'"
+        ) from error
+    infeasible: Status = "infeasible" if code == gurobipy.GRB.INFEASIBLE else "unknown"
+    status: Status = "optimal" if code == gurobipy.GRB.OPTIMAL else "feasible"
+    return status if found else infeasible, lambda variable: values[variable.name()]
