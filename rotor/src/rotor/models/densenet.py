@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,39 +103,23 @@ def _densenet(
     growth_rate: int,
     block_config: Sequence[int],
     num_init_features: int,
-    weights: Any,
-    progress: bool,
-    arguments: dict[str, Any],
+    *,
+    weights: Any = None,
+    progress: bool = True,
+    **kwargs: Any,
 ) -> DenseNet:
-    arguments = class_count_of(weights, arguments)
+    """Return a network; `weights` is a state dict or an entry of torchvision's."""
+    arguments = class_count_of(weights, kwargs)
     model = DenseNet(growth_rate, block_config, num_init_features, **arguments)
-    return load_weights(model, _modern_keys(weights, progress), progress)
+    return load_weights(model, weights, progress, _modern_key)
 
 
-def _modern_keys(weights: Any, progress: bool) -> Any:
-    """Return the weights with new key names: old files write `norm.1` for the layer `norm1`."""
-    if weights is None:
-        return None
-    if not isinstance(weights, Mapping):
-        weights = weights.get_state_dict(progress=progress, check_hash=True)
-    return {OLD_NAME.sub(r".\1\2.", key): value for key, value in weights.items()}
+def _modern_key(key: str) -> str:
+    """Return the new name of a key: old files write `norm.1` for the layer `norm1`."""
+    return OLD_NAME.sub(r".\1\2.", key)
 
 
-def densenet121(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> DenseNet:
-    """DenseNet-121; `weights` is a state dict or an entry of torchvision's."""
-    return _densenet(32, (6, 12, 24, 16), 64, weights, progress, kwargs)
-
-
-def densenet161(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> DenseNet:
-    """DenseNet-161."""
-    return _densenet(48, (6, 12, 36, 24), 96, weights, progress, kwargs)
-
-
-def densenet169(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> DenseNet:
-    """DenseNet-169."""
-    return _densenet(32, (6, 12, 32, 32), 64, weights, progress, kwargs)
-
-
-def densenet201(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> DenseNet:
-    """DenseNet-201."""
-    return _densenet(32, (6, 12, 48, 32), 64, weights, progress, kwargs)
+densenet121 = partial(_densenet, 32, (6, 12, 24, 16), 64)
+densenet161 = partial(_densenet, 48, (6, 12, 36, 24), 96)
+densenet169 = partial(_densenet, 32, (6, 12, 32, 32), 64)
+densenet201 = partial(_densenet, 32, (6, 12, 48, 32), 64)

@@ -19,8 +19,10 @@ from rotor.models.utils import class_count_of, hide_inner_name, load_weights
 
 __all__ = ["Inception3", "InceptionOutputs", "inception_v3"]
 
-# A convolution: name, output channels, kernel (height, width), stride.
-Conv = tuple[str, int, tuple[int, int], int]
+# A convolution: its name, its output channels, and its kernel, which may be (height, width).
+Conv = tuple[str, int, int | tuple[int, int]]
+# What a branch does in turn: convolutions one by one, or side by side in a list, or a pooling.
+Branch = Sequence[Conv | list[Conv] | str]
 # Makes a module from its input channels and torchvision's other arguments.
 Maker = Callable[..., nn.Module]
 
@@ -48,152 +50,128 @@ class BasicConv2d(nn.Module):
 class Mixed(nn.Module):
     """Parallel branches of convolutions, concatenated in the given order.
 
-    A branch is a list of convolution names. Its last element may be a tuple of names; these run in
-    parallel. "avg" stands for average pooling, "max" for the max pooling that halves the size.
-    Convolutions of stride 1 are padded by half their kernel, those of stride 2 are not padded.
+    "avg" stands for average pooling, "max" for the max pooling that halves the size. Beside a
+    branch that is "max" alone, the last convolution of each other branch has stride 2 and is not
+    padded. All others are padded by half their kernel.
     """
 
-    def __init__(
-        self,
-        inputs: int,
-        convs: Sequence[Conv],
-        branches: Sequence[Sequence[str | tuple[str, ...]]],
-        conv_block: Maker | None = None,
-    ) -> None:
+    def __init__(self, inputs: int, *branches: Branch, conv_block: Maker | None = None) -> None:
         super().__init__()
-        self.branches = tuple(tuple(branch) for branch in branches)
-        widths = {name: width for name, width, _, _ in convs}
-        before = self._inputs_of(inputs, widths)
-        for name, width, kernel, stride in convs:
-            made = (conv_block or BasicConv2d)(
-                before[name], width, **conv_arguments(kernel, stride)
-            )
-            setattr(self, name, made)
-
-    def _inputs_of(self, inputs: int, widths: Mapping[str, int]) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for branch in self.branches:
+        self.branches = [[_names(step) for step in branch] for branch in branches]
+        for branch in branches:
             channels = inputs
             for step in branch:
-                for name in step if isinstance(step, tuple) else (step,):
-                    found[name] = channels
-                if isinstance(step, str) and step in widths:
-                    channels = widths[step]
-        return found
+                halves = ["max"] in branches and step is branch[-1]
+                for name, width, kernel in [] if isinstance(step, str) else _convs(step):
+                    own = conv_arguments(kernel, 2 if halves else 1)
+                    setattr(self, name, (conv_block or BasicConv2d)(channels, width, **own))
+                channels = step[1] if isinstance(step, tuple) else channels
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return all branches in one tensor."""
         return torch.cat([self._run(branch, x) for branch in self.branches], 1)
 
-    def _run(self, branch: tuple[str | tuple[str, ...], ...], x: torch.Tensor) -> torch.Tensor:
-        for step in branch:
-            if isinstance(step, tuple):
-                x = torch.cat([getattr(self, name)(x) for name in step], 1)
-            elif step == "avg":
+    def _run(self, branch: list[list[str]], x: torch.Tensor) -> torch.Tensor:
+        for names in branch:
+            if names == ["avg"]:
                 x = functional.avg_pool2d(x, kernel_size=3, stride=1, padding=1)
-            elif step == "max":
+            elif names == ["max"]:
                 x = functional.max_pool2d(x, kernel_size=3, stride=2)
             else:
-                x = getattr(self, step)(x)
+                made = [getattr(self, name)(x) for name in names]
+                x = torch.cat(made, 1) if len(made) > 1 else made[0]
         return x
 
 
-def conv_arguments(kernel: tuple[int, int], stride: int) -> dict[str, Any]:
+def _convs(step: Conv | list[Conv]) -> list[Conv]:
+    return step if isinstance(step, list) else [step]
+
+
+def _names(step: Conv | list[Conv] | str) -> list[str]:
+    return [step] if isinstance(step, str) else [name for name, *_ in _convs(step)]
+
+
+def conv_arguments(kernel: int | tuple[int, int], stride: int) -> dict[str, Any]:
     """Return exactly the arguments that torchvision passes: a caller's block may inspect them."""
-    square = kernel[0] == kernel[1]
-    arguments: dict[str, Any] = {"kernel_size": kernel[0] if square else kernel}
+    arguments: dict[str, Any] = {"kernel_size": kernel}
     if stride != 1:
         return {**arguments, "stride": stride}
-    if kernel != (1, 1):
-        arguments["padding"] = kernel[0] // 2 if square else (kernel[0] // 2, kernel[1] // 2)
+    if kernel != 1:
+        square = isinstance(kernel, int)
+        arguments["padding"] = kernel // 2 if square else (kernel[0] // 2, kernel[1] // 2)
     return arguments
 
 
 def inception_a(in_channels: int, pool_features: int, conv_block: Maker | None = None) -> Mixed:
     """35 x 35: kernels 1, 5, and 3 twice."""
-    convs: list[Conv] = [
-        ("branch1x1", 64, (1, 1), 1),
-        ("branch5x5_1", 48, (1, 1), 1),
-        ("branch5x5_2", 64, (5, 5), 1),
-        ("branch3x3dbl_1", 64, (1, 1), 1),
-        ("branch3x3dbl_2", 96, (3, 3), 1),
-        ("branch3x3dbl_3", 96, (3, 3), 1),
-        ("branch_pool", pool_features, (1, 1), 1),
-    ]
-    double = ("branch3x3dbl_1", "branch3x3dbl_2", "branch3x3dbl_3")
-    branches = [("branch1x1",), ("branch5x5_1", "branch5x5_2"), double, ("avg", "branch_pool")]
-    return Mixed(in_channels, convs, branches, conv_block)
+    return Mixed(
+        in_channels,
+        [("branch1x1", 64, 1)],
+        [("branch5x5_1", 48, 1), ("branch5x5_2", 64, 5)],
+        [("branch3x3dbl_1", 64, 1), ("branch3x3dbl_2", 96, 3), ("branch3x3dbl_3", 96, 3)],
+        ["avg", ("branch_pool", pool_features, 1)],
+        conv_block=conv_block,
+    )
 
 
 def inception_b(in_channels: int, conv_block: Maker | None = None) -> Mixed:
     """35 x 35 to 17 x 17."""
-    convs: list[Conv] = [
-        ("branch3x3", 384, (3, 3), 2),
-        ("branch3x3dbl_1", 64, (1, 1), 1),
-        ("branch3x3dbl_2", 96, (3, 3), 1),
-        ("branch3x3dbl_3", 96, (3, 3), 2),
-    ]
-    double = ("branch3x3dbl_1", "branch3x3dbl_2", "branch3x3dbl_3")
-    return Mixed(in_channels, convs, [("branch3x3",), double, ("max",)], conv_block)
+    return Mixed(
+        in_channels,
+        [("branch3x3", 384, 3)],
+        [("branch3x3dbl_1", 64, 1), ("branch3x3dbl_2", 96, 3), ("branch3x3dbl_3", 96, 3)],
+        ["max"],
+        conv_block=conv_block,
+    )
 
 
 def inception_c(in_channels: int, channels_7x7: int, conv_block: Maker | None = None) -> Mixed:
     """17 x 17: kernels of 7 in one direction at a time."""
-    rows, columns = (1, 7), (7, 1)
-    convs: list[Conv] = [
-        ("branch1x1", 192, (1, 1), 1),
-        ("branch7x7_1", channels_7x7, (1, 1), 1),
-        ("branch7x7_2", channels_7x7, rows, 1),
-        ("branch7x7_3", 192, columns, 1),
-        ("branch7x7dbl_1", channels_7x7, (1, 1), 1),
-        ("branch7x7dbl_2", channels_7x7, columns, 1),
-        ("branch7x7dbl_3", channels_7x7, rows, 1),
-        ("branch7x7dbl_4", channels_7x7, columns, 1),
-        ("branch7x7dbl_5", 192, rows, 1),
-        ("branch_pool", 192, (1, 1), 1),
+    rows, columns, inner = (1, 7), (7, 1), channels_7x7
+    single: Branch = [
+        ("branch7x7_1", inner, 1),
+        ("branch7x7_2", inner, rows),
+        ("branch7x7_3", 192, columns),
     ]
-    single = tuple(f"branch7x7_{i}" for i in range(1, 4))
-    double = tuple(f"branch7x7dbl_{i}" for i in range(1, 6))
-    return Mixed(
-        in_channels, convs, [("branch1x1",), single, double, ("avg", "branch_pool")], conv_block
-    )
+    double: Branch = [
+        ("branch7x7dbl_1", inner, 1),
+        ("branch7x7dbl_2", inner, columns),
+        ("branch7x7dbl_3", inner, rows),
+        ("branch7x7dbl_4", inner, columns),
+        ("branch7x7dbl_5", 192, rows),
+    ]
+    pool: Branch = ["avg", ("branch_pool", 192, 1)]
+    return Mixed(in_channels, [("branch1x1", 192, 1)], single, double, pool, conv_block=conv_block)
 
 
 def inception_d(in_channels: int, conv_block: Maker | None = None) -> Mixed:
     """17 x 17 to 8 x 8."""
-    convs: list[Conv] = [
-        ("branch3x3_1", 192, (1, 1), 1),
-        ("branch3x3_2", 320, (3, 3), 2),
-        ("branch7x7x3_1", 192, (1, 1), 1),
-        ("branch7x7x3_2", 192, (1, 7), 1),
-        ("branch7x7x3_3", 192, (7, 1), 1),
-        ("branch7x7x3_4", 192, (3, 3), 2),
+    long: Branch = [
+        ("branch7x7x3_1", 192, 1),
+        ("branch7x7x3_2", 192, (1, 7)),
+        ("branch7x7x3_3", 192, (7, 1)),
+        ("branch7x7x3_4", 192, 3),
     ]
-    long = tuple(f"branch7x7x3_{i}" for i in range(1, 5))
-    return Mixed(in_channels, convs, [("branch3x3_1", "branch3x3_2"), long, ("max",)], conv_block)
+    short: Branch = [("branch3x3_1", 192, 1), ("branch3x3_2", 320, 3)]
+    return Mixed(in_channels, short, long, ["max"], conv_block=conv_block)
 
 
 def inception_e(in_channels: int, conv_block: Maker | None = None) -> Mixed:
     """8 x 8: branches that split into rows and columns."""
     rows, columns = (1, 3), (3, 1)
-    convs: list[Conv] = [
-        ("branch1x1", 320, (1, 1), 1),
-        ("branch3x3_1", 384, (1, 1), 1),
-        ("branch3x3_2a", 384, rows, 1),
-        ("branch3x3_2b", 384, columns, 1),
-        ("branch3x3dbl_1", 448, (1, 1), 1),
-        ("branch3x3dbl_2", 384, (3, 3), 1),
-        ("branch3x3dbl_3a", 384, rows, 1),
-        ("branch3x3dbl_3b", 384, columns, 1),
-        ("branch_pool", 192, (1, 1), 1),
+    double: Branch = [
+        ("branch3x3dbl_1", 448, 1),
+        ("branch3x3dbl_2", 384, 3),
+        [("branch3x3dbl_3a", 384, rows), ("branch3x3dbl_3b", 384, columns)],
     ]
-    branches: list[tuple[str | tuple[str, ...], ...]] = [
-        ("branch1x1",),
-        ("branch3x3_1", ("branch3x3_2a", "branch3x3_2b")),
-        ("branch3x3dbl_1", "branch3x3dbl_2", ("branch3x3dbl_3a", "branch3x3dbl_3b")),
-        ("avg", "branch_pool"),
-    ]
-    return Mixed(in_channels, convs, branches, conv_block)
+    return Mixed(
+        in_channels,
+        [("branch1x1", 320, 1)],
+        [("branch3x3_1", 384, 1), [("branch3x3_2a", 384, rows), ("branch3x3_2b", 384, columns)]],
+        double,
+        ["avg", ("branch_pool", 192, 1)],
+        conv_block=conv_block,
+    )
 
 
 class TransformInput(nn.Module):

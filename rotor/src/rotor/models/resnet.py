@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -177,66 +178,23 @@ class ResNet(nn.Sequential):
 def _resnet(
     block: type[BasicBlock | Bottleneck],
     layers: Sequence[int],
-    weights: Any,
-    progress: bool,
-    arguments: dict[str, Any],
+    *,
+    weights: Any = None,
+    progress: bool = True,
+    **kwargs: Any,
 ) -> ResNet:
-    return load_weights(
-        ResNet(block, layers, **class_count_of(weights, arguments)), weights, progress
-    )
+    """Return a network; `weights` is a state dict or an entry of torchvision's."""
+    model = ResNet(block, layers, **class_count_of(weights, kwargs))
+    return load_weights(model, weights, progress)
 
 
-def resnet18(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> ResNet:
-    """ResNet-18; `weights` is a state dict or an entry of torchvision's."""
-    return _resnet(BasicBlock, (2, 2, 2, 2), weights, progress, kwargs)
-
-
-def resnet34(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> ResNet:
-    """ResNet-34."""
-    return _resnet(BasicBlock, (3, 4, 6, 3), weights, progress, kwargs)
-
-
-def resnet50(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> ResNet:
-    """ResNet-50."""
-    return _resnet(Bottleneck, (3, 4, 6, 3), weights, progress, kwargs)
-
-
-def resnet101(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> ResNet:
-    """ResNet-101."""
-    return _resnet(Bottleneck, (3, 4, 23, 3), weights, progress, kwargs)
-
-
-def resnet152(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> ResNet:
-    """ResNet-152."""
-    return _resnet(Bottleneck, (3, 8, 36, 3), weights, progress, kwargs)
-
-
-def resnext50_32x4d(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> ResNet:
-    """ResNeXt-50 with 32 groups of width 4."""
-    return _resnet(
-        Bottleneck, (3, 4, 6, 3), weights, progress, {"groups": 32, "width_per_group": 4, **kwargs}
-    )
-
-
-def resnext101_32x8d(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> ResNet:
-    """ResNeXt-101 with 32 groups of width 8."""
-    return _resnet(
-        Bottleneck, (3, 4, 23, 3), weights, progress, {"groups": 32, "width_per_group": 8, **kwargs}
-    )
-
-
-def resnext101_64x4d(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> ResNet:
-    """ResNeXt-101 with 64 groups of width 4."""
-    return _resnet(
-        Bottleneck, (3, 4, 23, 3), weights, progress, {"groups": 64, "width_per_group": 4, **kwargs}
-    )
-
-
-def wide_resnet50_2(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> ResNet:
-    """ResNet-50 with bottlenecks twice as wide."""
-    return _resnet(Bottleneck, (3, 4, 6, 3), weights, progress, {"width_per_group": 128, **kwargs})
-
-
-def wide_resnet101_2(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> ResNet:
-    """ResNet-101 with bottlenecks twice as wide."""
-    return _resnet(Bottleneck, (3, 4, 23, 3), weights, progress, {"width_per_group": 128, **kwargs})
+resnet18 = partial(_resnet, BasicBlock, (2, 2, 2, 2))
+resnet34 = partial(_resnet, BasicBlock, (3, 4, 6, 3))
+resnet50 = partial(_resnet, Bottleneck, (3, 4, 6, 3))
+resnet101 = partial(_resnet, Bottleneck, (3, 4, 23, 3))
+resnet152 = partial(_resnet, Bottleneck, (3, 8, 36, 3))
+resnext50_32x4d = partial(resnet50, groups=32, width_per_group=4)
+resnext101_32x8d = partial(resnet101, groups=32, width_per_group=8)
+resnext101_64x4d = partial(resnet101, groups=64, width_per_group=4)
+wide_resnet50_2 = partial(resnet50, width_per_group=128)
+wide_resnet101_2 = partial(resnet101, width_per_group=128)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -91,11 +91,15 @@ def class_count_of(weights: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "num_classes": count}
 
 
-def load_weights(model: Model, weights: Any, progress: bool) -> Model:
-    """Load a state dict, or the one that a torchvision weights entry names."""
+def load_weights(
+    model: Model, weights: Any, progress: bool, renamed: Callable[[str], str] | None = None
+) -> Model:
+    """Load a state dict, or that of an entry of torchvision's, perhaps with `renamed` keys."""
     if weights is None:
         return model
     if not isinstance(weights, Mapping):
         weights = weights.get_state_dict(progress=progress, check_hash=True)
+    if renamed is not None:
+        weights = {renamed(key): value for key, value in weights.items()}
     model.load_state_dict(weights)
     return model

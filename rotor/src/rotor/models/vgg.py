@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -95,50 +96,17 @@ def make_features(depths: Sequence[int], batch_norm: bool) -> nn.Sequential:
 
 
 def _vgg(
-    depth: int, batch_norm: bool, weights: Any, progress: bool, arguments: dict[str, Any]
+    depth: int, batch_norm: bool, *, weights: Any = None, progress: bool = True, **kwargs: Any
 ) -> VGG:
-    arguments = class_count_of(weights, arguments)
+    """Return a network; `weights` is a state dict or an entry of torchvision's."""
+    arguments = class_count_of(weights, kwargs)
     if weights is not None:
         arguments = {**arguments, "init_weights": False}
     model = VGG(make_features(DEPTHS[depth], batch_norm), **arguments)
     return load_weights(model, weights, progress)
 
 
-def vgg11(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> VGG:
-    """VGG-11; `weights` is a state dict or an entry of torchvision's."""
-    return _vgg(11, False, weights, progress, kwargs)
-
-
-def vgg11_bn(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> VGG:
-    """VGG-11 with batch normalisation."""
-    return _vgg(11, True, weights, progress, kwargs)
-
-
-def vgg13(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> VGG:
-    """VGG-13."""
-    return _vgg(13, False, weights, progress, kwargs)
-
-
-def vgg13_bn(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> VGG:
-    """VGG-13 with batch normalisation."""
-    return _vgg(13, True, weights, progress, kwargs)
-
-
-def vgg16(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> VGG:
-    """VGG-16."""
-    return _vgg(16, False, weights, progress, kwargs)
-
-
-def vgg16_bn(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> VGG:
-    """VGG-16 with batch normalisation."""
-    return _vgg(16, True, weights, progress, kwargs)
-
-
-def vgg19(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> VGG:
-    """VGG-19."""
-    return _vgg(19, False, weights, progress, kwargs)
-
-
-def vgg19_bn(*, weights: Any = None, progress: bool = True, **kwargs: Any) -> VGG:
-    """VGG-19 with batch normalisation."""
-    return _vgg(19, True, weights, progress, kwargs)
+vgg11, vgg11_bn = partial(_vgg, 11, False), partial(_vgg, 11, True)
+vgg13, vgg13_bn = partial(_vgg, 13, False), partial(_vgg, 13, True)
+vgg16, vgg16_bn = partial(_vgg, 16, False), partial(_vgg, 16, True)
+vgg19, vgg19_bn = partial(_vgg, 19, False), partial(_vgg, 19, True)
