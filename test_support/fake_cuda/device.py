@@ -31,11 +31,10 @@ from torch.autograd.profiler import record_function
 
 from fake_cuda.allocator import AllocatorRules, CachingAllocator
 from fake_cuda.queues import FakeQueues
-from rkgb.device.base import CallTime, Device
+from rkgb.device.base import CallTime, Device, Mark, MemoryTrace, Span, replay
 from rkgb.device.chosen import standing_in
 from rkgb.device.cpu import PREFIX, profiled
 from rkgb.device.cuda import warm_up_threads
-from rkgb.device.trace import Mark, MemoryTrace, Span, replay
 from rkgb.graphs.basic import ambient_autocast, autocast_as
 from rkgb.torch_api.private.modes import DispatchMode, current_dispatch_modes
 from rkgb.torch_api.private.tables import pytree

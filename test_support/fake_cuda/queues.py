@@ -96,6 +96,9 @@ class FakeQueues(CopyQueues):
     def unpin(self, address: int) -> None:
         del self.pinned[address]
 
+    def is_captured(self) -> bool:
+        return False
+
 
 class _End:
     """One end of a copy, by its address alone."""

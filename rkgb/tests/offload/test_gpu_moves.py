@@ -13,7 +13,7 @@ from torch import Tensor
 from oracles.program_memory import SaidMemory
 from rkgb.copies import Pinned, measured_link
 from rkgb.device.chosen import device_of, trace_memory
-from rkgb.device.queues import CudaQueues, Queue
+from rkgb.device.queues import CopyQueues, Queue
 from rkgb.run.program.lowering import lower_step
 from rkgb.torch_api.private.memory import keep_cuda_busy
 from runs.moves import Layers, MovingStep, drawn_moves, moves_to_the_backward, steps_of
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 
-class LateQueues(CudaQueues):
+class LateQueues(CopyQueues):
     """Each copy begins some milliseconds late; pinned pages are counted."""
 
     def __init__(self, where: torch.device, draw: random.Random) -> None:
@@ -102,7 +102,7 @@ def test_pinned_memory_has_the_exact_size_and_goes_with_its_last_user(step: Movi
 def test_the_host_goes_on_while_copies_wait(step: MovingStep) -> None:
     """When a step has been given to the device, its last copy has not begun."""
 
-    class Long(CudaQueues):
+    class Long(CopyQueues):
         def copy(self, queue: Queue, target: Tensor, source: Tensor) -> None:
             assert isinstance(queue, torch.cuda.Stream)
             with torch.cuda.stream(queue):
@@ -122,5 +122,5 @@ def test_the_host_goes_on_while_copies_wait(step: MovingStep) -> None:
 
 
 def test_a_link_of_pinned_memory_is_measured(step: MovingStep) -> None:
-    found = measured_link(Pinned(CudaQueues(step.x.device)), step.x.device)
+    found = measured_link(Pinned(CopyQueues(step.x.device)), step.x.device)
     assert min(found.out_bytes_per_ms, found.in_bytes_per_ms, found.latency_ms) > 0

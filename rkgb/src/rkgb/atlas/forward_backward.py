@@ -79,14 +79,9 @@ class KGraph(Drawn):
 
     def renamed(self, sg: SimplifiedGraph) -> KGraph:
         """Return this graph with the names and module paths of `sg`, an equal block."""
-        nodes = [
-            replace(
-                node,
-                module_path=sg.nodes[node.node].module_path,
-                source=sg.nodes[node.node].main.source,
-            )
-            for node in self.compute
-        ]
+        mains = [sg.nodes[node.node].main for node in self.compute]
+        pairs = zip(self.compute, mains, strict=True)
+        nodes = (replace(n, module_path=main.module_path, source=main.source) for n, main in pairs)
         return KGraph(tuple(nodes), self.data)
 
     def __str__(self) -> str:
@@ -138,21 +133,11 @@ def k_graph(sg: SimplifiedGraph, facts: Sequence[NodeFacts]) -> KGraph:
                 continue
             readers = [f"fwd_{i}" for i in storage.fwd_users]
             readers += [f"bwd_{i}" for i in storage.bwd_users]
-            data.append(
-                KDataNode(
-                    storage.root, "data", storage.size_bytes, (f"fwd_{index}",), tuple(readers)
-                )
-            )
-        if fact.phantom_bytes:
-            data.append(
-                KDataNode(
-                    f"phantoms of fwd_{index}",
-                    "phantom",
-                    fact.phantom_bytes,
-                    (f"fwd_{index}",),
-                    (f"bwd_{index}",),
-                )
-            )
+            size, users = storage.size_bytes, tuple(readers)
+            data.append(KDataNode(storage.root, "data", size, (f"fwd_{index}",), users))
+        if size := fact.phantom_bytes:
+            name, ends = f"phantoms of fwd_{index}", ((f"fwd_{index}",), (f"bwd_{index}",))
+            data.append(KDataNode(name, "phantom", size, *ends))
     return KGraph(tuple(compute), (*data, *gradients))
 
 

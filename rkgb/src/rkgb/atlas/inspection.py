@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,6 @@ from rkgb.costs.measure import measure
 from rkgb.costs.node_facts import NodeFacts, node_facts
 from rkgb.costs.op_costs import kinds_of, named
 from rkgb.costs.recorded_costs import RecordedCosts
-from rkgb.elements.op import Op
 from rkgb.elements.sample import Sample
 from rkgb.elements.target import OpCost
 from rkgb.graphs.basic import external_values
@@ -56,37 +55,27 @@ def inspect_model(
         ValueError: `cost` is unknown.
     """
     began = time.perf_counter()
-    costs = _costs(sg, model, operations(sg), inputs, kwargs, cost)
+    basic, ops = sg.basic, operations(sg)
+    costs: Mapping[str, OpCost]
+    if isinstance(cost, RecordedCosts):
+        costs = {key: cost.lookup(key, named(op)) for key, op in kinds_of(basic, ops).items()}
+    elif cost not in ("measured", "flops"):
+        raise ValueError(
+            f"cost is {cost!r}; choose 'measured', 'flops', or RecordedCosts.load(path)."
+        )
+    else:
+        leaves: tuple[Any, ...] = (None,) * len(basic.inputs)
+        if inputs is not None or kwargs is not None:
+            leaves = Sample.of(model, inputs, kwargs).leaves
+        external = external_values(basic, model, leaves)
+        known = {name: tensor for name, tensor in external.items() if tensor is not None}
+        measured = measure(basic, ops, known, times=cost == "measured")
+        costs = (measured if cost == "measured" else measured.by_flops(basic, ops)).costs
     keys = [node_key(sg, node) for node in sg.nodes]
     return Inspection(
         facts=node_facts(sg, costs),
         costs=costs,
         classes=tuple(map(tuple, equivalence_classes(keys))),
-        device=str(sg.basic.device if device is None else device),
+        device=str(basic.device if device is None else device),
         seconds=time.perf_counter() - began,
     )
-
-
-def _costs(
-    sg: SimplifiedGraph,
-    model: nn.Module,
-    ops: Sequence[Op],
-    inputs: Any,
-    kwargs: Mapping[str, Any] | None,
-    cost: CostChoice,
-) -> Mapping[str, OpCost]:
-    basic = sg.basic
-    if isinstance(cost, RecordedCosts):
-        return {key: cost.lookup(key, named(op)) for key, op in kinds_of(basic, ops).items()}
-    if cost not in ("measured", "flops"):
-        raise ValueError(
-            f"cost is {cost!r}; choose 'measured', 'flops', or RecordedCosts.load(path)."
-        )
-    if inputs is None and kwargs is None:
-        leaves: tuple[Any, ...] = (None,) * len(basic.inputs)
-    else:
-        leaves = Sample.of(model, inputs, kwargs).leaves
-    external = external_values(basic, model, leaves)
-    known = {name: tensor for name, tensor in external.items() if tensor is not None}
-    measured = measure(basic, ops, known, times=cost == "measured")
-    return measured.costs if cost == "measured" else measured.by_flops(basic, ops).costs

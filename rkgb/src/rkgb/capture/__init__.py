@@ -2,10 +2,9 @@
 
 Gets a module and a `Sample`; gives a `BasicGraph`. Read record.py (which submodules become opaque
 calls) and ways.py (the options of all attempts, and of one), then step.py (one step from start to
-end) with twin.py (the copy that runs), externals.py (what it finds), saved_by_autograd.py,
-backward.py and hooks.py. sizes.py records without memory. numbered.py records a second time to make
-numbers of the call unspecialised. look.py compares another recording with the one that a plan was
-made from.
+end) with twin.py (the copy that runs), externals.py (what it finds), backward.py and hooks.py.
+sizes.py records without memory. numbered.py records a second time to make numbers of the call
+unspecialised. look.py compares another recording with the one that a plan was made from.
 """
 
 from rkgb.capture.backward import AskedKind
@@ -19,12 +18,11 @@ from rkgb.capture.sizes import (
     record_other_backward,
     record_sizes,
 )
-from rkgb.capture.twin import Twin, geometry_of, twin_of
+from rkgb.capture.twin import geometry_of, twin_of
 
 __all__ = [
     "AskedKind",
     "SizedStep",
-    "Twin",
     "for_any_number",
     "for_same_numbers",
     "geometry_of",

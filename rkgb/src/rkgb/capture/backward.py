@@ -17,8 +17,8 @@ from rkgb.graphs.basic import BackwardKind, Flow, HandOver, Tangent, autocast_as
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.watch import no_backward_inside, tensors_of
 from rkgb.safeguards.refusals import explained
-from rkgb.torch_api.placed import placed_parameters
-from rkgb.torch_api.private.autograd import run_backward
+from rkgb.torch_api.private.autograd import nodes_from, run_backward
+from rkgb.torch_api.tensor_facts import placed_parameters
 
 # A kind of backward, or a function that changes the usual kind; None is the usual kind.
 AskedKind = BackwardKind | Callable[[BackwardKind], BackwardKind] | None
@@ -206,32 +206,22 @@ class RecordedBackward:
         separately, and autograd adds them at run time, together with gradients from outside. The
         same holds for outputs that other outputs use.
         """
-        hooks = []
-        accumulators = {}
-        stack = [root.grad_fn for root in roots]
-        seen = set(stack)
-        for node in stack:  # grows while it is walked
+        hooks, accumulators = list[Any](), dict[Any, str]()
+        for node in nodes_from(root.grad_fn for root in roots):
             edges: dict[int, str | Whole] = {}
-            for index, edge in enumerate(node.next_functions):  # type: ignore[union-attr]
-                source, _ = edge
-                if source is None:
-                    continue
-                variable = getattr(source, "variable", None)
+            for index, edge in enumerate(node.next_functions):
+                variable = getattr(edge[0], "variable", None)
                 if edge in wholes:
                     edges[index] = wholes[edge]
-                if variable is not None and id(variable) in self.leaves:
-                    edges[index] = self.leaves[id(variable)]
-                    accumulators[source] = self.leaves[id(variable)]
-                elif source not in seen:
-                    if variable is not None:
-                        self._refuse_foreign(variable)
-                    seen.add(source)
-                    stack.append(source)
+                if id(variable) in self.leaves:
+                    edges[index] = accumulators[edge[0]] = self.leaves[id(variable)]
+                elif variable is not None:
+                    self._refuse_foreign(variable)
             if edges:
-                number = node._sequence_nr()  # type: ignore[union-attr]
+                number = node._sequence_nr()
                 leaves = ((index, to) for index, to in edges.items() if isinstance(to, str))
                 self._edges += [(number, index, leaf) for index, leaf in leaves]
-                hooks.append(node.register_hook(self._noting(edges, number)))  # type: ignore[union-attr]
+                hooks.append(node.register_hook(self._noting(edges, number)))
         for source, leaf in accumulators.items():
             hooks.append(source.register_hook(lambda *_, leaf=leaf: self._complete.append(leaf)))
         return hooks

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rkgb.elements.op import Ref
 from rkgb.recording.facts import refuse_result
 from rkgb.recording.recorder import Recorder
-from rkgb.torch_api.placed import placed_parameters
+from rkgb.torch_api.tensor_facts import placed_parameters
 
 
 class Externals:

@@ -18,11 +18,10 @@ from torch.autograd import set_detect_anomaly
 from rkgb.capture.backward import AskedKind, RecordedBackward, flows_of
 from rkgb.capture.externals import Externals
 from rkgb.capture.hooks import HookWatch
-from rkgb.capture.saved_by_autograd import saving
 from rkgb.capture.twin import geometry_of, twin_of
 from rkgb.capture.ways import Asked, Way
+from rkgb.device.base import Span
 from rkgb.device.chosen import trace_memory
-from rkgb.device.trace import Span
 from rkgb.elements.effect import Assertion, Assign, Effect, InputMutation
 from rkgb.elements.module_paths import is_inside
 from rkgb.elements.sample import Sample
@@ -45,16 +44,15 @@ from rkgb.module_state.kept_writes import KeptWrites, ParameterPlaces
 from rkgb.recording.facts import TensorFacts
 from rkgb.recording.places import Places
 from rkgb.recording.repeated import KERNEL
+from rkgb.recording.sizes import saving
 from rkgb.recording.watch import CallWatch, as_written, no_idle_looks, no_reading, refused_calls
-from rkgb.safeguards.arguments import Arguments
-from rkgb.safeguards.assignments import AssignsError, Hidden, assigned
+from rkgb.safeguards.assignments import Arguments, AssignsError, Hidden, assigned
 from rkgb.safeguards.refusals import explained
 from rkgb.safeguards.settling import Setting, SettlesError, all_settings, settings_of
 from rkgb.safeguards.side_effects import KeptState, Printed
-from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.private.autograd import current_autograd_node
 from rkgb.torch_api.quiet import printing_to, without_prints, without_warnings
-from rkgb.torch_api.tensor_facts import written_on
+from rkgb.torch_api.tensor_facts import placed_parameters, written_on
 
 if TYPE_CHECKING:
     from rkgb.opaque import PieceRecorder

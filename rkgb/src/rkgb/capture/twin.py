@@ -21,8 +21,8 @@ from rkgb.guards.entries import cell_content
 from rkgb.guards.loads import loads_of
 from rkgb.torch_api.compiled_code import is_optimized, written_function
 from rkgb.torch_api.patches import Patches
-from rkgb.torch_api.placed import attributes_of, leaf_of_kind
 from rkgb.torch_api.private.modes import mode_of
+from rkgb.torch_api.tensor_facts import attributes_of, leaf_of_kind
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,9 @@ updates statistics of BatchNorm; recomputations leave it out.
 Results of a piece are checked against the recording: shape, type, strides, and which values share
 memory. A run that does not compile, or does not match, stays eager and is reported with the reason.
 Read `pieces/` (`grouping`, `layouts`, `joint`, `formulas`), then `code/` (`halves`, `compiling`,
-`classes`, `sizes`, `known`, `keeping`), `rewrite`, `replacing`.
+`classes`, `sizes`, `known`), `rewrite`, `replacing`.
 """
 
-from rkgb.compiled.code.classes import NotCompiledError
 from rkgb.compiled.rewrite import CompiledGraph, compile_pieces
 
-__all__ = ["CompiledGraph", "NotCompiledError", "compile_pieces"]
+__all__ = ["CompiledGraph", "compile_pieces"]

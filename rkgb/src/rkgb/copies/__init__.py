@@ -8,7 +8,7 @@ the host), disk.py (to a file), pinned.py (copies by queues of CUDA, to pinned m
 
 from rkgb.copies.disk import Disk
 from rkgb.copies.link import LinkRates, measured_link
-from rkgb.copies.moved import PAGE_BYTES, Arena, Copies, Moved, in_pages
+from rkgb.copies.moved import PAGE_BYTES, Arena, Copies, in_pages
 from rkgb.copies.pinned import Pinned, copies_for
 from rkgb.copies.workers import Host
 
@@ -19,7 +19,6 @@ __all__ = [
     "Disk",
     "Host",
     "LinkRates",
-    "Moved",
     "Pinned",
     "copies_for",
     "in_pages",

@@ -6,17 +6,20 @@ exact memory of every node), then recorded_costs.py (costs in a file) and estima
 without a run).
 """
 
-from rkgb.costs.estimated import EstimatedCosts, estimate_as_recorded, estimate_costs
+from rkgb.costs.estimated import (
+    EstimatedCosts,
+    estimate_as_recorded,
+    estimate_costs,
+    plain_peak_bytes,
+)
 from rkgb.costs.measure import Measured, choose_callees
-from rkgb.costs.node_facts import Cost, NodeFacts
+from rkgb.costs.node_facts import NodeFacts
 from rkgb.costs.op_costs import FlopCost, call_kind, made_bytes, op_key
-from rkgb.costs.plain_step import plain_peak_bytes
 from rkgb.costs.rounds import Timing
 from rkgb.costs.scaled import estimate_resized, measure_others, measure_resized
 from rkgb.elements.target import OpCost
 
 __all__ = [
-    "Cost",
     "EstimatedCosts",
     "FlopCost",
     "Measured",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rkgb.costs.op_costs import FlopCost, count_flops, kinds_of, made_bytes, op_key
-from rkgb.costs.rounds import Bench, Timing, rounds
+from rkgb.costs.rounds import Bench, Rounds, Timing
 from rkgb.device.base import CallTime
 from rkgb.device.chosen import device_of, trace_memory
 from rkgb.device.rng import drawing_nothing
@@ -95,7 +95,7 @@ def measure(
             workspace |= _workspaces(unknown, callees, basic, known_ways)
             unsteady = _unsteady(benches, callees) if device.is_asynchronous else frozenset()
             least, spread = (
-                rounds(benches, callees, device, timing or Timing())
+                Rounds(benches, callees, device, timing or Timing()).least()
                 if times
                 else (dict.fromkeys(kinds, _NOTHING), 0.0)
             )
@@ -215,7 +215,7 @@ def _unsteady(
     """Return the nondeterministic kinds: other bits for equal arguments, mostly due to atomics."""
     found = set()
     for key, bench in benches.items():
-        if bench.written or bench.op.is_random or not bench.op.inputs:
+        if bench.op.writes or bench.op.is_random or not bench.op.inputs:
             continue
         args, kwargs = bench.arguments()
         set_grad_mode(bench.grad_mode)

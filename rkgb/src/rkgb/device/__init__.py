@@ -6,8 +6,7 @@ counted on CUDA and cpu.py for the CPU. `test_support/fake_cuda` applies the rul
 a CPU.
 """
 
-from rkgb.device.base import Device, no_collection
+from rkgb.device.base import Span, no_collection
 from rkgb.device.rng import KeptGenerators, RngState
-from rkgb.device.trace import MemoryTrace, Span
 
-__all__ = ["Device", "KeptGenerators", "MemoryTrace", "RngState", "Span", "no_collection"]
+__all__ = ["KeptGenerators", "RngState", "Span", "no_collection"]

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from rkgb.device.base import Device, no_collection
+from rkgb.device.base import Device, MemoryTrace, Span, no_collection
 from rkgb.device.cpu import Cpu
 from rkgb.device.cuda import Cuda
-from rkgb.device.trace import MemoryTrace, Span
 from rkgb.errors import UnsupportedDeviceError
 from rkgb.torch_api.private_names import ON_CUDA, refuse_missing
 

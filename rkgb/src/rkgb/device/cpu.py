@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.device.base import CallTime, Device
-from rkgb.device.trace import Change, Mark, MemoryTrace, Span, replay
+from rkgb.device.base import CallTime, Change, Device, Mark, MemoryTrace, Span, replay
 from rkgb.torch_api.private.memory import memory_profile, profiler_is_on
 
 

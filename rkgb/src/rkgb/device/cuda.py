@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.device.base import CallTime, Device
-from rkgb.device.queues import CopyQueues, CudaQueues
-from rkgb.device.trace import MemoryTrace, Span, SpanMemory
+from rkgb.device.base import CallTime, Device, MemoryTrace, Span, SpanMemory
+from rkgb.device.queues import CopyQueues
 from rkgb.errors import UnsupportedDeviceError
 from rkgb.torch_api.private.memory import allocator_settings, current_cuda_stream, keep_cuda_busy
 
@@ -118,7 +117,7 @@ class Cuda(Device):
         return current_cuda_stream(self.where.index)
 
     def copy_queues(self) -> CopyQueues:
-        return CudaQueues(self.where)
+        return CopyQueues(self.where)
 
     # ------------------------------------------------------------------ random numbers
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import torch
@@ -23,63 +22,36 @@ class Queue(Protocol):
         """Let the host wait for the work that is in the queue now."""
 
 
-class CopyQueues(ABC):
-    """What a device offers to whoever copies beside the computation."""
+class CopyQueues:
+    """What a CUDA device offers to whoever copies beside the computation."""
 
-    @abstractmethod
+    def __init__(self, where: torch.device) -> None:
+        self._where = where
+
     def current(self) -> Queue:
         """Return the queue that kernels of this thread go to now."""
+        return torch.cuda.current_stream(self._where)
 
-    @abstractmethod
     def new(self) -> Queue:
         """Return another queue."""
+        return torch.cuda.Stream(self._where)
 
-    @abstractmethod
     def copy(self, queue: Queue, target: Tensor, source: Tensor) -> None:
         """Put a copy into a queue. Nobody holds the two tensors for it."""
+        assert isinstance(queue, torch.cuda.Stream)
+        with torch.cuda.stream(queue):
+            target.copy_(source, non_blocking=True)
 
-    @abstractmethod
     def is_done(self, event: Any) -> bool:
         """Return whether what a mark stands behind has been done."""
+        return bool(event.query())
 
-    @abstractmethod
     def pin(self, address: int, size_bytes: int) -> None:
         """Let the device reach these pages of the host.
 
         Raises:
             RuntimeError: they cannot be pinned.
         """
-
-    @abstractmethod
-    def unpin(self, address: int) -> None:
-        """End what `pin` has begun."""
-
-    def is_captured(self) -> bool:
-        """Return whether work of this thread is recorded now, to be done again later."""
-        return False
-
-
-class CudaQueues(CopyQueues):
-    """Those of one CUDA device."""
-
-    def __init__(self, where: torch.device) -> None:
-        self._where = where
-
-    def current(self) -> Queue:
-        return torch.cuda.current_stream(self._where)
-
-    def new(self) -> Queue:
-        return torch.cuda.Stream(self._where)
-
-    def copy(self, queue: Queue, target: Tensor, source: Tensor) -> None:
-        assert isinstance(queue, torch.cuda.Stream)
-        with torch.cuda.stream(queue):
-            target.copy_(source, non_blocking=True)
-
-    def is_done(self, event: Any) -> bool:
-        return bool(event.query())
-
-    def pin(self, address: int, size_bytes: int) -> None:
         with torch.cuda.device(self._where):  # or the first device would get a context, too
             code = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
             if code:  # CUDA says it once more at the next kernel, which has done nothing wrong
@@ -88,8 +60,10 @@ class CudaQueues(CopyQueues):
                 torch.cuda.check_error(code)
 
     def unpin(self, address: int) -> None:
+        """End what `pin` has begun."""
         with torch.cuda.device(self._where):
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
     def is_captured(self) -> bool:
+        """Return whether work of this thread is recorded now, to be done again later."""
         return torch.cuda.is_current_stream_capturing()

@@ -20,9 +20,9 @@ from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import BATCH_NORMS, CAST, Op, Ref
 from rkgb.elements.sample import attribute_keyword, attribute_of, own_copy
 from rkgb.elements.spread import is_running, settled
-from rkgb.elements.target import GradientCut, GradientPart, running_on, target_of
+from rkgb.elements.target import running_on, target_of
 from rkgb.elements.tensor_info import TensorInfo, same_bits, storage_id
-from rkgb.elements.trees import Structure, UnknownTreeError, flatten
+from rkgb.elements.trees import Structure, flatten
 
 __all__ = [
     "BATCH_NORMS",
@@ -31,8 +31,6 @@ __all__ = [
     "Assign",
     "ContainerMutation",
     "Effect",
-    "GradientCut",
-    "GradientPart",
     "InputMutation",
     "Numbers",
     "ObserverHook",
@@ -40,7 +38,6 @@ __all__ = [
     "Ref",
     "Structure",
     "TensorInfo",
-    "UnknownTreeError",
     "attribute_keyword",
     "attribute_of",
     "flatten",

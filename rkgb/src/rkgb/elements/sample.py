@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from rkgb.device.chosen import device_of
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten
 from rkgb.errors import TraceError
-from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.private.flags import is_cast_anew
-from rkgb.torch_api.tensor_facts import standing_for
+from rkgb.torch_api.tensor_facts import placed_parameters, standing_for
 
 _ATTRIBUTE = "~"  # first character of keywords that no forward can have
 

@@ -22,7 +22,7 @@ from rkgb.elements.tensor_info import TensorInfo
 from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import TraceError
 from rkgb.guards.sources import Sources
-from rkgb.torch_api.placed import placed_parameters
+from rkgb.torch_api.tensor_facts import placed_parameters
 
 # The strides of the gradient of one output, or None if the output gets none.
 Tangent = tuple[int, ...] | None

@@ -20,7 +20,7 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, FrameType
 from typing import Any
 
-from rkgb.guards.doors import Door, Kind, door_of, says, told
+from rkgb.guards.doors import Door, door_of, says, told
 from rkgb.guards.loads import ANY
 from rkgb.guards.owners import is_ours, is_users
 from rkgb.torch_api.patches import Patches
@@ -29,7 +29,6 @@ from rkgb.torch_api.quiet import set_profile
 _TOOLS = (4, 3)  # numbers that `sys.monitoring` reserves for nobody
 
 
-_NAMES = Door(Kind.NAMES)
 _IMPORTS = importlib.import_module.__code__
 _LOGGERS = logging.getLogger.__code__
 
@@ -217,7 +216,7 @@ class CodeWatch:
         if library.code is code:
             library.paths.add(self._path())
             if (code is _IMPORTS or code is _LOGGERS) and (
-                seen := self._reader(_NAMES, frame.f_back)
+                seen := self._reader(Door.NAMES, frame.f_back)
             ):
                 named = seen.imports if code is _IMPORTS else seen.loggers
                 named.add(str(frame.f_locals.get("name") or ""))
@@ -276,7 +275,7 @@ class CodeWatch:
         original = getattr(builtins, name)
 
         def ask(owner: Any, attribute: str, *default: Any) -> Any:
-            seen = self._reader(_NAMES, sys._getframe(2))
+            seen = self._reader(Door.NAMES, sys._getframe(2))
             if seen is not None:
                 seen.names.add(attribute)
             return original(owner, attribute, *default)
@@ -289,10 +288,10 @@ class CodeWatch:
         return None if reader is None else self.seen.get((id(reader.f_code), id(reader.f_globals)))
 
     def _came_through(self, door: Door, seen: Seen, called: Any, line: int) -> None:
-        if door.kind is Kind.SYSTEM:
-            seen.outside[told(called, line)] = None
-        elif door.kind is Kind.NAMES:
+        if door is Door.NAMES:
             seen.names.add(ANY)
+        elif door is not Door.TORCH:
+            seen.outside[told(called, line)] = None
         elif says(called.__name__) is not None:
             seen.says.add(called.__name__)
 

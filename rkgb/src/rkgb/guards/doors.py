@@ -14,7 +14,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from enum import Enum
 from types import FrameType, ModuleType
 from typing import Any
@@ -40,20 +39,13 @@ _CLOCKS = frozenset(
 _MODES = ("autocast", "grad_enabled", "inference_mode", "torch_function", "tracing")
 
 
-class Kind(Enum):
-    """What comes through a door."""
+class Door(Enum):
+    """What comes through a function written in C."""
 
     SYSTEM = "what nobody can look at again"
+    DIRECT = "the same, if the user's own code asks for it"
     NAMES = "attributes by whatever names there are"
     TORCH = "how torch is set"
-
-
-@dataclass(frozen=True, slots=True)
-class Door:
-    """A function written in C; if it `is_direct`, only what the user's own code asks counts."""
-
-    kind: Kind
-    is_direct: bool = False
 
     def reader(self, frame: FrameType | None) -> FrameType | None:
         """Return the frame of the user's that a call is for; None where it is a library's own."""
@@ -62,7 +54,7 @@ class Door:
             if is_users(name) and not frame.f_code.co_filename.startswith("<frozen"):
                 is_import = frame.f_code.co_name == "<module>"
                 return None if is_import else frame
-            if self.is_direct or not (hands_on(name) or self.kind is Kind.TORCH):
+            if self is Door.DIRECT or not (hands_on(name) or self is Door.TORCH):
                 return None
             frame = frame.f_back
         return None
@@ -90,8 +82,7 @@ def _doors() -> dict[str, dict[str, Door]]:
         for name in names:
             found.setdefault(name, {})[home] = door
 
-    system, direct = Door(Kind.SYSTEM), Door(Kind.SYSTEM, is_direct=True)
-    names = Door(Kind.NAMES)
+    system, direct, names = Door.SYSTEM, Door.DIRECT, Door.NAMES
     posix = sys.modules[os.stat.__module__]
     add(posix.__name__, (n for n in vars(posix) if n not in _STEADY), system)
     add("time", _CLOCKS, system)
@@ -114,7 +105,7 @@ def _doors() -> dict[str, dict[str, Door]]:
     getters = (n for n in dir(torch._C) if n.lstrip("_").startswith(("is_", "get_")))
     known = named_kernel_flags()
     others = (n for n in getters if n.removeprefix("_get_") not in known)
-    add(_TORCHS, (n for n in others if not any(m in n for m in _MODES)), Door(Kind.TORCH))
+    add(_TORCHS, (n for n in others if not any(m in n for m in _MODES)), Door.TORCH)
     return found
 
 

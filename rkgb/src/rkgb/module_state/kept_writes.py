@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from rkgb.elements.spread import memory_of
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import SideEffectError
-from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.private.autograd import set_version
 from rkgb.torch_api.private.modes import DispatchMode
 from rkgb.torch_api.private.tables import pytree
+from rkgb.torch_api.tensor_facts import placed_parameters
 
 
 class KeptWrites(DispatchMode):

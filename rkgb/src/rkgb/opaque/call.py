@@ -18,9 +18,8 @@ from rkgb.errors import ChangesArgumentsError, OpaquePieceError
 from rkgb.graphs.basic import Region, autocast_as
 from rkgb.opaque.inner_graph import InnerGraph
 from rkgb.recording.watch import as_written
-from rkgb.torch_api.placed import attributes_of, leaf_of_kind, share_attributes
 from rkgb.torch_api.private.autograd import back_to_autograd
-from rkgb.torch_api.tensor_facts import standing_for
+from rkgb.torch_api.tensor_facts import attributes_of, leaf_of_kind, share_attributes, standing_for
 
 # Torch's own tables of a module, which have been seen to.
 _TABLES = frozenset(vars(nn.Module()))

@@ -24,10 +24,15 @@ from rkgb.recording.facts import FactWatch, TensorFacts, refuse_result
 from rkgb.torch_api.by_values import noting_calls
 from rkgb.torch_api.compiled_code import BRANCHES
 from rkgb.torch_api.patches import Patches
-from rkgb.torch_api.placed import attributes_of, placed_parameters
 from rkgb.torch_api.private.autograd import nodes_from
 from rkgb.torch_api.private.flags import without_cast_cache
-from rkgb.torch_api.tensor_facts import set_attribute, standing_for, written_on
+from rkgb.torch_api.tensor_facts import (
+    attributes_of,
+    placed_parameters,
+    set_attribute,
+    standing_for,
+    written_on,
+)
 
 _Name = tuple[str, str]  # path of the module, and name of the attribute
 

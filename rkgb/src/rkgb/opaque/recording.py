@@ -28,9 +28,8 @@ from rkgb.opaque.piece import Piece, RunPiece
 from rkgb.opaque.trial import Trials
 from rkgb.recording.facts import TensorFacts
 from rkgb.recording.recorder import Recorder
-from rkgb.torch_api.placed import placed_parameters
 from rkgb.torch_api.private.autograd import without_saved_hooks
-from rkgb.torch_api.tensor_facts import stands_for_another, written_on
+from rkgb.torch_api.tensor_facts import placed_parameters, stands_for_another, written_on
 
 
 class PieceRecorder:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.device.trace import Span
+from rkgb.device.base import Span
 from rkgb.elements.tensor_info import storage_id
 from rkgb.recording.kernels import traits_of
 

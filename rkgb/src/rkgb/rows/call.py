@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rkgb.elements.op import Op, call_op, run_op
 from rkgb.elements.target import Target
-from rkgb.elements.tensor_info import TensorInfo
 from rkgb.recording import LiveBytes
 from rkgb.rows.cuts import piece_of
 from rkgb.rows.memory import into_memory
@@ -144,7 +143,8 @@ class InPieces(Target):
         for name in self.done:
             del values[name]
         for name in tuple(wholes):
-            values[name] = _rounded(wholes.pop(name), pieces.infos.get(name))
+            info, whole = pieces.infos.get(name), wholes.pop(name)
+            values[name] = whole if info is None else whole.to(info.dtype)
         for line in self.after:
             run_op(line.op, values, line.run)
             for name in line.frees:
@@ -175,22 +175,19 @@ def _lines(
     ops: Sequence[Op], slices: Any, stay: set[str], into: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[Line, ...]:
     """Return the calls of some operations, each with the values that it frees."""
-    seen: set[str] = set()
-    lines = []
-    for op in reversed(ops):
-        names = dict.fromkeys((*op.inputs, *filter(None, op.results)))
-        frees = tuple(name for name in names if name not in seen and name not in stay)
-        seen.update(names)
-        lines.append((op, frees))
-    lines.reverse()
-    found = []
-    had: set[str] = set()
-    for op, frees in lines:
-        first = tuple(n for n in dict.fromkeys(op.inputs) if n in slices and n not in had)
-        had.update(first)
-        over = into.get(op.results[0], "") if op.results else ""
-        found.append(Line(op, getattr(op.target, "_op", op.target), first, frees, over))
-    return tuple(found)
+    used = [dict.fromkeys((*op.inputs, *filter(None, op.results))) for op in ops]
+    first = {name: at for at, op in reversed([*enumerate(ops)]) for name in op.inputs}
+    last = {name: at for at, names in enumerate(used) for name in names}
+    return tuple(
+        Line(
+            op,
+            run=getattr(op.target, "_op", op.target),
+            slices=tuple(n for n in used[at] if n in slices and first.get(n) == at),
+            frees=tuple(n for n in used[at] if last[n] == at and n not in stay),
+            into=into.get(op.results[0], "") if op.results else "",
+        )
+        for at, op in enumerate(ops)
+    )
 
 
 def _add(name: str, term: Tensor, wholes: dict[str, Tensor], pieces: Pieces) -> None:
@@ -203,10 +200,6 @@ def _add(name: str, term: Tensor, wholes: dict[str, Tensor], pieces: Pieces) -> 
         wholes[name] = term
     else:
         wholes[name] = _empty(name, pieces, term, sums=True).copy_(term)
-
-
-def _rounded(whole: Tensor, info: TensorInfo | None) -> Tensor:
-    return whole if info is None else whole.to(info.dtype)
 
 
 def _put(name: str, piece: Tensor, wholes: dict[str, Tensor], pieces: Pieces, index: int) -> None:

@@ -44,29 +44,24 @@ class BitsOfPieces:
         cuts = tuple(s.cuts for s in read.values())
         how = (each[0].target, cuts, tuple(made), len(each), runs)
         key = (op_key(recorded, self.basic.infos), how)
+
+        def compared() -> Iterator[bool]:
+            """Yield for each result of each piece whether its bits are those of the whole."""
+            values = StandIns(self.basic.infos, self.basic.device, self.external, drawn=Drawn())
+            whole = {name: values[name] for name in recorded.inputs}
+            run_op(recorded, whole, getattr(recorded.target, "_op", None))
+            for index, run in enumerate(each):
+                ours = {n: _piece(values[s.source], s.cuts, index, runs) for n, s in read.items()}
+                run_op(run, ours, getattr(run.target, "_op", None))
+                for own, theirs, cut in zip(run.results, recorded.results, made, strict=True):
+                    if own and theirs:
+                        part = piece_of(whole[theirs], cut or (), index, runs)
+                        yield same_values(ours[own], part)
+
         if key not in self._known:
             with drawing_nothing(self.basic.device), torch.no_grad(), straight_to_kernels():
-                self._known[key] = all(self._compared(recorded, each, read, made, runs))
+                self._known[key] = all(compared())
         return self._known[key]
-
-    def _compared(
-        self,
-        recorded: Op,
-        each: Sequence[Op],
-        read: Mapping[str, Slice],
-        made: Sequence[Any],
-        runs: Runs,
-    ) -> Iterator[bool]:
-        """Yield for each result of each piece whether its bits are those of the whole."""
-        values = StandIns(self.basic.infos, self.basic.device, self.external, drawn=Drawn())
-        whole = {name: values[name] for name in recorded.inputs}
-        run_op(recorded, whole, getattr(recorded.target, "_op", None))
-        for index, run in enumerate(each):
-            ours = {name: _piece(values[s.source], s.cuts, index, runs) for name, s in read.items()}
-            run_op(run, ours, getattr(run.target, "_op", None))
-            for own, theirs, cut in zip(run.results, recorded.results, made, strict=True):
-                if own and theirs:
-                    yield same_values(ours[own], piece_of(whole[theirs], cut, index, runs))
 
 
 def _piece(tensor: Tensor, cuts: Cuts, index: int, runs: Runs) -> Tensor:

@@ -9,7 +9,6 @@ reads.py (values that a forward has read), stand_ins.py and bindings.py (the fun
 called).
 """
 
-from rkgb.run.graph.node_storages import NodeStorage
 from rkgb.run.graph.views import RunnableGraph
 from rkgb.run.program.lowering import moves_without_idle_steps, without_idle_steps
 from rkgb.run.program.moves import RootMove, movable_roots
@@ -40,7 +39,6 @@ __all__ = [
     "Give",
     "MoveOut",
     "Moving",
-    "NodeStorage",
     "Outcomes",
     "Places",
     "RootMove",

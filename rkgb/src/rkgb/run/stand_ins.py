@@ -7,6 +7,7 @@ found["addmm"], found["view"]       # in one storage, if they were recorded so
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ class Drawn:
         return tensor
 
 
+@dataclass(eq=False)
 class StandIns:
     """Makes each value on demand; values that shared a storage share one here.
 
@@ -55,21 +57,14 @@ class StandIns:
     filled with a constant, which is faster.
     """
 
-    def __init__(
-        self,
-        infos: Mapping[str, TensorInfo],
-        device: torch.device,
-        external: Mapping[str, Tensor],
-        written: Collection[str] = (),
-        chosen: Mapping[str, int] | None = None,
-        *,
-        drawn: Drawn | None = None,
-    ) -> None:
-        self.infos, self.device, self.external = infos, device, external
-        self.written, self.chosen = frozenset(written), chosen or {}
-        self.drawn = drawn
-        self._storages: dict[str, Tensor] = {}
-        self._made: dict[str, Tensor] = {}
+    infos: Mapping[str, TensorInfo]
+    device: torch.device
+    external: Mapping[str, Tensor]
+    written: Collection[str] = ()
+    chosen: Mapping[str, int] = field(default_factory=dict)
+    drawn: Drawn | None = field(default=None, kw_only=True)
+    _storages: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _made: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._made:

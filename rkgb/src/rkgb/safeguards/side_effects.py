@@ -26,7 +26,7 @@ from rkgb.module_state.start_of_call import ModuleState, draw_from_numpy, numpy_
 from rkgb.safeguards.other_threads import changes_meanwhile, may_draw, same_state
 from rkgb.safeguards.refusals import place_of
 from rkgb.torch_api.patches import Patches
-from rkgb.torch_api.placed import placed_parameters
+from rkgb.torch_api.tensor_facts import placed_parameters
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
 

@@ -5,15 +5,14 @@ flags by which kernels are chosen, functions of torch replaced for a while, prin
 one thread, the code that compiled functions were made from, and FLOP formulas that torch has none
 for. When torch changes, read private_names.py, which proves that each name is there and that torch
 calls what is replaced, and private/, which alone imports private modules; then kernel_choice.py and
-global_hooks.py.
+patches.py.
 """
 
 from rkgb.torch_api.by_values import EXTRA_FLOP_FORMULAS, TakingMost, noting_calls
 from rkgb.torch_api.compiled_code import compiled_modules, is_in_compiled_code, is_optimized
-from rkgb.torch_api.global_hooks import has_global_hooks, without_global_hooks
 from rkgb.torch_api.kernel_choice import KernelChoice, RecomputingAs, running_a_forward, with_flags
 from rkgb.torch_api.object_heads import has_in_head, heads_of, items_of_all
-from rkgb.torch_api.placed import placed_parameters
+from rkgb.torch_api.patches import has_global_hooks, without_global_hooks
 from rkgb.torch_api.private.autograd import (
     apply_function,
     asked_of_backwards,
@@ -49,7 +48,7 @@ from rkgb.torch_api.private.modes import (
 from rkgb.torch_api.private.tables import dict_versions, group_store, same_kinds
 from rkgb.torch_api.private_names import refuse_unused
 from rkgb.torch_api.quiet import without_prints
-from rkgb.torch_api.tensor_facts import unusual_facts, written_on
+from rkgb.torch_api.tensor_facts import placed_parameters, unusual_facts, written_on
 
 __all__ = [
     "EXTRA_FLOP_FORMULAS",

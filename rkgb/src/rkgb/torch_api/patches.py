@@ -3,6 +3,9 @@
 All threads share the attributes of modules and classes. So a replacement tests which thread calls
 it, and other threads get the original. Several threads may replace the same function at the same
 time, and end in any order.
+
+Torch calls some hooks for every module of a process, as profilers and counters register them. A
+planned step calls no submodules, so it would call none of these.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch.nn.modules import module as torch_module
 
 _ABSENT: Any = object()  # the attribute is inherited
 _lock = threading.RLock()
@@ -148,3 +153,45 @@ def is_elsewhere(here: int) -> bool:
     # Python does not list autograd's threads, in which our backwards may run.
     dummy = threading._DummyThread
     return any(t.ident == now and not isinstance(t, dummy) for t in threading.enumerate())
+
+
+_TABLES: tuple[dict[int, Any], ...] = (
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_forward_hooks,
+    torch_module._global_backward_pre_hooks,
+    torch_module._global_backward_hooks,
+)
+_TRACKER = "torch.utils.module_tracker"  # tells `FlopCounterMode` which module runs
+
+
+def has_global_hooks() -> bool:
+    """Return whether there are hooks for every module, other than those that track modules."""
+    return any(_TABLES) and not all(_only_tracks(hook) for t in _TABLES for hook in t.values())
+
+
+def _only_tracks(hook: Any) -> bool:
+    return type(getattr(hook, "__self__", None)).__module__ == _TRACKER
+
+
+@contextlib.contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Disable hooks for every module in this thread: planning runs copies, which are internal.
+
+    Other threads are not affected.
+    """
+    here = threading.get_ident()
+
+    def elsewhere(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return None if threading.get_ident() == here else hook(*args, **kwargs)
+
+        return call
+
+    kept = [dict(table) for table in _TABLES]
+    for table, own in zip(_TABLES, kept, strict=True):
+        table.update({key: elsewhere(hook) for key, hook in own.items()})
+    try:
+        yield
+    finally:
+        for table, own in zip(_TABLES, kept, strict=True):
+            table.update({key: hook for key, hook in own.items() if key in table})

@@ -1,19 +1,18 @@
 """What Python can ask a tensor for beside its kind: how it was made, and what is written on it.
 
 Steps run on tensors that stand for a user's: new leaves on the same memory. Each remembers what the
-user's answers. Where it answers otherwise, what asks for it can be seen.
+user's answers. Where it answers otherwise, what asks for it can be seen. Parameters are found by
+where they lie in a module.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from rkgb.torch_api.placed import attributes_of
+from torch import Tensor, nn
 
 _MARK = "_rkgb_facts"  # attribute of a tensor that stands for another one
 
@@ -112,3 +111,32 @@ def original_fact(tensor: Tensor, name: str) -> Hashable:
     """Return what the tensor answers to one of `NAMES` for which this one stands, if for any."""
     known = vars(tensor).get(_MARK)
     return fact(tensor, name) if known is None else known[name]
+
+
+def placed_parameters(
+    module: nn.Module, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter with the path by which `get_parameter` finds it."""
+    return nn.Module.named_parameters(module, remove_duplicate=remove_duplicate)
+
+
+def leaf_of_kind(like: nn.Parameter, memory: Tensor) -> nn.Parameter:
+    """Return a leaf on this memory, of the type of a parameter; it has no attributes yet."""
+    made = nn.Parameter(memory, like.requires_grad)
+    if type(memory) is Tensor and type(like) is not nn.Parameter:
+        made.__class__ = type(like)
+    return made
+
+
+def attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """Return the attributes of a tensor in which a library or a user keeps what it means.
+
+    A tensor around others has these among its own, and looks after them itself.
+    """
+    return {} if hasattr(type(tensor), "__tensor_flatten__") else vars(tensor)
+
+
+def share_attributes(leaf: nn.Parameter, parameter: nn.Parameter) -> None:
+    """Let what is set on one be set on the other."""
+    if attributes_of(parameter):
+        leaf.__dict__ = vars(parameter)

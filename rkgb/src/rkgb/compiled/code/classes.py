@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.compiled.code.flops import Flops, is_heavy
-from rkgb.compiled.code.halves import Kind, Place
+from rkgb.compiled.code.halves import Flops, Kind, Place, is_heavy
 from rkgb.compiled.code.sizes import SizeRule
 from rkgb.compiled.pieces.joint import Joint
 from rkgb.elements.op import Op

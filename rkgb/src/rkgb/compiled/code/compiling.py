@@ -22,8 +22,7 @@ from rkgb.compiled.code.classes import (
     made_by,
     value_of,
 )
-from rkgb.compiled.code.flops import Flops, is_heavy
-from rkgb.compiled.code.halves import Halves, Place, inputs_of
+from rkgb.compiled.code.halves import Flops, Halves, Place, inputs_of, is_heavy
 from rkgb.compiled.code.sizes import SizeRule
 from rkgb.compiled.pieces.joint import Joint
 from rkgb.graphs.basic import autocast_as

@@ -130,11 +130,11 @@ def compile_step(
             f"the plan of {sg.basic.model_name} moves storages, and nothing was given "
             "that takes them. Give compile_step what does, such as Host()."
         )
-    plain, source = _functions(sg, program, callee, copies)
+    plain, source = _Writer(sg, callee, copies, with_spans=False).functions(program)
 
     @functools.cache
     def named() -> dict[str, Any]:
-        return _functions(sg, program, callee, copies, with_spans=True)[0]
+        return _Writer(sg, callee, copies, with_spans=True).functions(program)[0]
 
     def forward(*given: Any) -> Any:
         return (named() if is_profiled_by_user() else plain)["forward"](*given)
@@ -146,36 +146,6 @@ def compile_step(
         return compile_step(sg, program, callee, copies)
 
     return CompiledStep(program, forward, backward, source, other)
-
-
-def _functions(
-    sg: SimplifiedGraph,
-    program: StepProgram,
-    callee: Callee,
-    copies: Copies | None,
-    *,
-    with_spans: bool = False,
-) -> tuple[dict[str, Any], str]:
-    writer = _Writer(sg, callee, copies, with_spans=with_spans)
-    head = _unpack("externals", program.externals)
-    more = "" if sg.basic.numbers is None else ", numbers"
-    lines = [f"def forward(externals{more}):", *_indented(head)]
-    lines += _indented(line for s in program.forward for line in writer.forward_lines(s))
-    outputs, saved = writer.names(program.outputs), writer.names(program.saved)
-    lines += _indented([*writer.end_of_span(), f"return [{outputs}], [{saved}]"])
-    sums = ", sums" if program.has_sums else ""
-    lines += ["", f"def backward(saved, tangents{sums}{more}):"]
-    lines += _indented([*_unpack("saved", program.saved), *_unpack("tangents", program.tangents)])
-    lines += _indented(line for s in program.backward for line in writer.backward_lines(s))
-    lines += _indented([*writer.end_of_span(), *([] if program.gives else ["return", "yield"])])
-    source = "\n".join([*lines, ""])
-    name = f"<rkgb step {next(_numbers)} of {sg.basic.model_name}>"
-    code = compile(source, name, "exec")
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    space = dict(writer.scope)
-    exec(code, space)
-    weakref.finalize(space["forward"], linecache.cache.pop, name, None)
-    return space, source
 
 
 def _unpack(source: str, names: Sequence[str]) -> list[str]:
@@ -195,12 +165,7 @@ def _variable(name: str) -> str:
 
 class _Writer:
     def __init__(
-        self,
-        sg: SimplifiedGraph,
-        callee: Callee,
-        copies: Copies | None = None,
-        *,
-        with_spans: bool = False,
+        self, sg: SimplifiedGraph, callee: Callee, copies: Copies | None, *, with_spans: bool
     ) -> None:
         self.sg, self.callee, self.with_spans = sg, callee, with_spans
         self.device = sg.basic.device
@@ -217,6 +182,29 @@ class _Writer:
         self.in_try = False
         self.known: dict[int, str] = {}
         self.sums: dict[str, int] = {}  # leaf -> number of its sum
+
+    def functions(self, program: StepProgram) -> tuple[dict[str, Any], str]:
+        """Return the functions of a program by their names, and their source."""
+        more = "" if self.sg.basic.numbers is None else ", numbers"
+        lines = [f"def forward(externals{more}):"]
+        lines += _indented(_unpack("externals", program.externals))
+        lines += _indented(line for s in program.forward for line in self.forward_lines(s))
+        outputs, saved = self.names(program.outputs), self.names(program.saved)
+        lines += _indented([*self.end_of_span(), f"return [{outputs}], [{saved}]"])
+        sums = ", sums" if program.has_sums else ""
+        lines += ["", f"def backward(saved, tangents{sums}{more}):"]
+        taken = [*_unpack("saved", program.saved), *_unpack("tangents", program.tangents)]
+        lines += _indented(taken)
+        lines += _indented(line for s in program.backward for line in self.backward_lines(s))
+        lines += _indented([*self.end_of_span(), *([] if program.gives else ["return", "yield"])])
+        source = "\n".join([*lines, ""])
+        name = f"<rkgb step {next(_numbers)} of {self.sg.basic.model_name}>"
+        code = compile(source, name, "exec")
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        space = dict(self.scope)
+        exec(code, space)
+        weakref.finalize(space["forward"], linecache.cache.pop, name, None)
+        return space, source
 
     def names(self, names: Sequence[str]) -> str:
         return ", ".join(map(_variable, names))
