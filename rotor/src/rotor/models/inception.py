@@ -96,9 +96,10 @@ def conv_arguments(kernel: int | tuple[int, int], stride: int) -> dict[str, Any]
     arguments: dict[str, Any] = {"kernel_size": kernel}
     if stride != 1:
         return {**arguments, "stride": stride}
-    if kernel != 1:
-        square = isinstance(kernel, int)
-        arguments["padding"] = kernel // 2 if square else (kernel[0] // 2, kernel[1] // 2)
+    if isinstance(kernel, tuple):
+        arguments["padding"] = (kernel[0] // 2, kernel[1] // 2)
+    elif kernel != 1:
+        arguments["padding"] = kernel // 2
     return arguments
 
 
