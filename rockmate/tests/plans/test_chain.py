@@ -9,7 +9,7 @@ from rockmate.problems.blocks import find_cuts
 from rockmate.schedules.baselines import best_segments, no_recomputation
 from rockmate.schedules.simulate import simulate
 from rockmate.solvers import block_solver
-from zoo.problems import gpt_problem, random_problem, resnet_problem
+from zoo.problems import gpt_problem, random_problem
 
 
 @pytest.mark.parametrize("merged", [False, True])
@@ -33,15 +33,6 @@ def test_every_candidate_fits_and_the_plan_is_the_fastest(merged: bool) -> None:
         baseline = best_segments(problem, budget)
         if merged and baseline is not None:
             assert timeline.overhead_ms <= 1.05 * simulate(problem, baseline).overhead_ms
-
-
-def test_smallest_plans_are_valid_and_small() -> None:
-    problem = resnet_problem((1, 1, 1))
-    model = chain_model(problem, block_solver("cp-sat", 0.02), merged=False)
-    assert model is not None
-    everything = simulate(problem, no_recomputation(problem)).peak_bytes
-    peaks = [simulate(problem, steps).peak_bytes for steps in model.smallest_plans()]
-    assert min(peaks) < 0.8 * everything
 
 
 @pytest.mark.parametrize("seed", range(300, 330))

@@ -190,12 +190,15 @@ class KnownBlocks:
             _keep_last(found, _MOST_WAYS)
         _keep_last(self.steps, _MOST_STRUCTURES)
 
-    def options(self, block: Block) -> tuple[BlockOption, ...] | None:
-        """Return the known options of a block, or None if it has never been solved."""
-        known = self.steps.get(_structure(block.local))
-        if known is None:
+    def options(self, blocks: Mapping[int, Block]) -> dict[int, tuple[BlockOption, ...]] | None:
+        """Return the known options of blocks, or None if one of them has never been solved."""
+        known = {n: self.steps.get(_structure(block.local)) for n, block in blocks.items()}
+        if None in known.values():
             return None
-        return pareto([measure_option(block.local, steps) for steps in known])
+        return {
+            n: pareto([measure_option(blocks[n].local, steps) for steps in found or ()])
+            for n, found in known.items()
+        }
 
 
 def _keep_last(table: dict[Any, Any], count: int) -> None:

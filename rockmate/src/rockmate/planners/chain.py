@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -80,13 +80,13 @@ class ChainModel:
             )
         return rotor.Chain(tuple(stages))
 
-    def candidates(self, budget_bytes: int, *, slots: int = _SLOTS, count: int = 4) -> list[Steps]:
+    def candidates(self, budget_bytes: int, *, count: int = 4) -> list[Steps]:
         """Return the steps of the fastest `count` schedules whose exact peak is within the budget.
 
         Faster schedules hardly ever have lower peaks. So every `_STRIDE`-th is tried on the way up,
         and every one on the way down.
         """
-        inner, _, table = self._table(budget_bytes, slots)
+        inner, _, table = self._table(budget_bytes, _SLOTS)
         faster = iter(table.candidates(inner))
         seen: list[Any] = []
         found: dict[int, Steps | None] = {}
@@ -117,11 +117,8 @@ class ChainModel:
         # The table reaches beyond the budget even if many bytes are reserved.
         headroom = min(4.0, max(_HEADROOM, 1.1 * budget_bytes / inner))
         with timed("chain"):
-            return (
-                inner,
-                headroom,
-                rotor.solve_table(self.chain, inner, slots=slots, headroom=headroom),
-            )
+            table = rotor.solve_table(self.chain, inner, slots=slots, headroom=headroom)
+        return inner, headroom, table
 
     def _fitting(self, schedule: Any, budget_bytes: int) -> Steps | None:
         """Return the steps of a schedule if their exact peak is within the budget."""
@@ -130,12 +127,12 @@ class ChainModel:
             fits = simulate(self.problem, steps).peak_bytes <= budget_bytes
         return steps if fits else None
 
-    def plan(self, budget_bytes: int, *, slots: int = _SLOTS, pruned: int = 4) -> Steps | None:
+    def plan(self, budget_bytes: int, *, pruned: int = 4) -> Steps | None:
         """Return the fastest steps found within the budget, or None.
 
         Several candidates are pruned, because pruning may change their order.
         """
-        found = self.candidates(budget_bytes, slots=slots, count=pruned)
+        found = self.candidates(budget_bytes, count=pruned)
         found = [prune(self.problem, steps, budget_bytes) for steps in found]
         return min(found, key=lambda steps: simulate(self.problem, steps).overhead_ms, default=None)
 
@@ -159,23 +156,6 @@ class ChainModel:
                 high = at
             at = (low + high) // 2
         return best
-
-    def smallest_plans(self) -> list[Steps]:
-        """Return steps for the smallest budget that the chain allows, and for a few above it.
-
-        If all nodes have equal times, they depend only on structure and bytes.
-        """
-        import rotor
-
-        table = rotor.solve_table(self.chain, 1, slots=1)
-        smallest = table.smallest_feasible_bytes
-        table = rotor.solve_table(self.chain, smallest, slots=_SLOTS, headroom=1.1)
-        found = []
-        for schedule in table.candidates(smallest):
-            found.append(self.steps_of(schedule))
-            if len(found) == 6:
-                break
-        return found
 
     def steps_of(self, schedule: Any) -> Steps:
         """Return the steps of the whole problem for a schedule of the chain."""
@@ -211,71 +191,49 @@ def chain_model(
     max_nodes: int = SMALL_BLOCK_NODES,
     cache: dict[object, tuple[BlockOption, ...]] | None = None,
 ) -> ChainModel | None:
-    """Return the chain of a problem, or None if it has no cut.
+    """Return the chain of a problem, or None if it has no cut; a solver finds the options.
 
     `merged=False` cuts wherever possible. `merged=True` merges neighbouring blocks that repeat, up
     to `max_nodes` nodes. Neither is always better. `cache` shares options between models.
     """
-    blocks = _blocks(problem, merged, pinned, max_nodes)
-    if len(blocks) < 2:
-        return None
-    classes = {block.class_id: block for block in reversed(blocks)}
-    cache = {} if cache is None else cache
-    keys = {
-        class_id: (block.signature, tuple(n.fwd_time_ms for n in block.local.nodes), grid)
-        for class_id, block in classes.items()
-    }
-    new = {keys[class_id]: block for class_id, block in classes.items()}
-    new = {key: block for key, block in new.items() if key not in cache}
+    found = {} if cache is None else cache
 
     def options_of(block: Block) -> tuple[BlockOption, ...]:
         return block_options(block.local, solver, grid or _grid(len(block.local.nodes)))
 
-    with timed("options"):
-        cache.update(zip(new, map_in_parallel(options_of, new.values()), strict=True))
-    options = {class_id: cache[key] for class_id, key in keys.items()}
-    return _model(problem, blocks, options, merged, pinned)
+    def solved(classes: Mapping[int, Block]) -> dict[int, tuple[BlockOption, ...]]:
+        keys = {
+            class_id: (block.signature, tuple(n.fwd_time_ms for n in block.local.nodes), grid)
+            for class_id, block in classes.items()
+        }
+        new = {key: classes[class_id] for class_id, key in keys.items() if key not in found}
+        with timed("options"):
+            found.update(zip(new, map_in_parallel(options_of, new.values()), strict=True))
+        return {class_id: found[key] for class_id, key in keys.items()}
+
+    return chain_of(problem, solved, merged=merged, pinned=pinned, max_nodes=max_nodes)
 
 
 def chain_of(
     problem: Problem,
-    options_of: Callable[[Block], tuple[BlockOption, ...] | None],
+    options_of: Callable[[Mapping[int, Block]], dict[int, tuple[BlockOption, ...]] | None],
     *,
     merged: bool,
-    pinned: frozenset[int] = frozenset(),
+    pinned: frozenset[int],
     max_nodes: int = SMALL_BLOCK_NODES,
 ) -> ChainModel | None:
-    """Return the chain of a problem whose blocks have known options, or None if a block has none.
+    """Return the chain of a problem whose blocks have these options, by class.
 
-    `chain_model` instead solves for the options.
+    None if it has no cut, or there are no options.
     """
-    blocks = _blocks(problem, merged, pinned, max_nodes)
-    if len(blocks) < 2:
-        return None
-    options: dict[int, tuple[BlockOption, ...]] = {}
-    for class_id, block in {block.class_id: block for block in reversed(blocks)}.items():
-        if (known := options_of(block)) is None:
-            return None
-        options[class_id] = known
-    return _model(problem, blocks, options, merged, pinned)
-
-
-def _blocks(
-    problem: Problem, merged: bool, pinned: frozenset[int], max_nodes: int
-) -> tuple[Block, ...]:
     blocks = make_blocks(problem, find_cuts(problem, pinned), pinned)
     if merged:
         blocks = make_blocks(problem, merge_repeated(blocks, max_nodes), pinned)
-    return blocks
-
-
-def _model(
-    problem: Problem,
-    blocks: tuple[Block, ...],
-    options: dict[int, tuple[BlockOption, ...]],
-    merged: bool,
-    pinned: frozenset[int],
-) -> ChainModel:
+    if len(blocks) < 2:
+        return None
+    options = options_of({block.class_id: block for block in reversed(blocks)})
+    if options is None:
+        return None
     name = "blocks" if merged else "half blocks"
     return ChainModel(problem, blocks, options, reserved_bytes(problem, pinned), name)
 

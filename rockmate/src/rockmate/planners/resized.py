@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from rockmate.options.options import KnownBlocks
-from rockmate.planners.chain import SMALL_BLOCK_NODES, chain_of
+from rockmate.planners.chain import chain_of
 from rockmate.planners.effort import EFFORTS
 from rockmate.planners.search import Search
 from rockmate.planners.squeeze import squeeze
@@ -55,9 +55,7 @@ def replan(
     for pinned in blocks.pinned:
         for merged in (False, True):
             begin = time.perf_counter()
-            model = chain_of(
-                problem, blocks.options, merged=merged, pinned=pinned, max_nodes=SMALL_BLOCK_NODES
-            )
+            model = chain_of(problem, blocks.options, merged=merged, pinned=pinned)
             if model is None:
                 continue
             found = model.quick_plan(budget_bytes, slots=_SLOTS, looks=_LOOKS)
