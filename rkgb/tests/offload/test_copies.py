@@ -23,7 +23,7 @@ from fake_cuda.queues import FakeQueues
 from rkgb.copies import PAGE_BYTES, Copies, Disk, Host, Pinned, copies_for
 from rkgb.copies.disk import FileBlock
 from rkgb.copies.pinned import PinnedBlock
-from rkgb.device.queues import CudaQueues
+from rkgb.device.queues import CopyQueues
 from rkgb.errors import CopyError, InvalidGraphError, UnsupportedDeviceError
 from rkgb.run.program.lowering import lower_step
 from runs.moves import Layers, MovingStep, SlowHost, moves_to_the_backward
@@ -361,7 +361,7 @@ def test_no_later_kernel_is_told_that_pages_could_not_be_pinned(
         patch.setattr(torch.cuda, "device", cuda.on)
         patch.setattr(torch, "zeros", cuda.kernel)
         with pytest.raises(RuntimeError, match="out of memory"):
-            CudaQueues(torch.device("cuda", 1)).pin(0, PAGE_BYTES)
+            CopyQueues(torch.device("cuda", 1)).pin(0, PAGE_BYTES)
     cuda.kernel()
 
 
