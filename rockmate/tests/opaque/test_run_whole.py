@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from oracles.training import assert_same_gradients
 from rockmate import Rockmate, UnsupportedModuleError
 
 
@@ -140,3 +142,23 @@ def test_gradients_that_come_to_a_hook_are_not_written_to(autocast: bool, before
     assert all(map(torch.equal, kept[first], kept[second]))
     for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+class Clocked(nn.Module):
+    """Cannot be recorded, and has more weights than values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 400), nn.Linear(400, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x))) * (1 + 0 * time.time())
+
+
+def test_a_root_that_runs_whole_fits_all_that_it_needs() -> None:
+    net, x = Clocked(), torch.randn(2, 8)
+    plain, planned = copy.deepcopy(net), Rockmate(net, x, 1.0, cost="flops")
+    assert planned.plan.opaque == ("",)
+    planned(x).sum().backward()
+    plain(x).sum().backward()
+    assert_same_gradients(net, plain)

@@ -24,7 +24,6 @@ from rockmate.errors import SelfTestError
 from rockmate.networks.executables import unplanned_executable
 from rockmate.networks.network import Network, unsteady
 from rockmate.networks.planned import Planned
-from rockmate.problems.problem import Problem
 from rockmate.runtime.execute import Executor
 from rockmate.schedules.baselines import keeping_all_bytes
 from rockmate.schedules.simulate import simulate
@@ -116,12 +115,17 @@ def _is_out_of_memory(error: Exception) -> bool:
     return known or any(text in str(error) for text in texts)
 
 
-def peak_of(eager: StepResult | None, problem: Problem) -> int:
+def peak_of(eager: StepResult | None, network: Network) -> int:
     """Return the peak that a fraction as budget refers to: measured if eager fits, else simulated.
 
-    It counts whole blocks of the allocator, like the budget and `measured_peak_bytes`.
+    It counts whole blocks of the allocator, like the budget and `measured_peak_bytes`. A submodule
+    that runs whole hands over its weights' gradients all at once, and keeps the state of the
+    generators: nothing that is recomputed saves these, so that they count.
     """
-    return keeping_all_bytes(problem) if eager is None else eager.allocated_peak_bytes
+    if eager is not None and not network.opaque:
+        return eager.allocated_peak_bytes
+    simulated = keeping_all_bytes(network.problem)
+    return simulated if eager is None else max(simulated, eager.allocated_peak_bytes)
 
 
 def self_test(

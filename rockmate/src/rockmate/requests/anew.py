@@ -96,7 +96,7 @@ def _planned_anew(request: Request) -> Planned:
             eager = eager_step(model, given, network, keep)
             device_of(given.device).give_back()
     if fraction is not None:
-        budget_bytes = int(fraction * peak_of(eager, network.problem))
+        budget_bytes = int(fraction * peak_of(eager, network))
     assert budget_bytes is not None
 
     more: Keeping | Cutting[Network] | None = keeping
@@ -163,7 +163,7 @@ def eager_peak_bytes(
     phases = Phases(PHASES, show=False)
     basic = record(model, given, BackwardKind.of_losses if losses else None)
     network = network_of(model, lowered(basic), given, settings, phases)
-    return peak_of(None, network.problem)
+    return peak_of(None, network)
 
 
 def _plan_within(request: Request, problem: Problem, budget_bytes: int, blocks_bytes: int) -> Plan:
