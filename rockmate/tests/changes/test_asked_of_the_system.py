@@ -8,9 +8,14 @@ import gc
 import json
 import os
 import pstats
+import re
+import resource
+import signal
+import sqlite3
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -26,6 +31,7 @@ from rkgb.guards import CodeWatch
 from rockmate import Rockmate
 
 SCALE = 2.0
+LOCK, CONNECTION = threading.Lock(), sqlite3.connect(":memory:")
 PLACE = Path("of_the_user.json")
 EXPRESSION = compile("SCALE", "<given>", "eval")
 
@@ -57,6 +63,11 @@ READS: dict[str, Callable[[], Any]] = {
     "exec": lambda: exec("SCALE"),
     "globals": lambda: globals()["SCA" + "LE"],
     "the seed": lambda: torch.initial_seed(),
+    "signals": lambda: signal.getsignal(signal.SIGINT),
+    "how many threads": lambda: threading.active_count(),
+    "a lock": lambda: LOCK.locked(),
+    "a connection": lambda: CONNECTION.execute("select 2.0").fetchone()[0],
+    "what nobody knows": lambda: resource.getrusage(resource.RUSAGE_SELF),
 }
 
 
@@ -76,6 +87,10 @@ def test_it_is_seen(kind: str) -> None:
     assert seen.code is READS[kind].__code__
 
 
+class Named(OrderedDict[str, int]):
+    """Has methods that are written in C."""
+
+
 @pytest.mark.parametrize(
     "does",
     [
@@ -83,6 +98,8 @@ def test_it_is_seen(kind: str) -> None:
         lambda: nn.Linear(2, 2)(torch.ones(2)),
         lambda: json.dumps({"a": 1}),
         lambda: sorted([2, 1], key=lambda v: -v),
+        lambda: [*Named(a=1).items()],
+        lambda: re.sub("a", "b", "a").encode(),
     ],
 )
 def test_what_asks_for_nothing_is_recorded(does: Callable[[], object]) -> None:

@@ -91,6 +91,17 @@ def _reading_inside(scale: float) -> tuple[Callable[[Tensor], Tensor], Any]:
     return scaled, set_scale
 
 
+def _without_variables() -> Any:
+    def doubled() -> float:
+        return 2.0
+
+    return doubled
+
+
+def _tripled() -> float:
+    return 3.0
+
+
 Made = tuple[list[Callable[..., Any]], Callable[[int], object]]
 
 
@@ -119,12 +130,24 @@ def _inside() -> Made:
     return [scaled], lambda step: step == 2 and set_scale(3.0)
 
 
+def _other_code() -> Made:
+    ALIVE.append(_without_variables())
+    function = _without_variables()
+
+    def change(step: int) -> None:
+        if step == 2:
+            function.__code__ = _tripled.__code__
+
+    return [lambda x: x * function()], change
+
+
 MADE: dict[str, Callable[[], Made]] = {
     "counters": lambda: _counters(_counter),
     "counters in comprehensions": lambda: _counters(_counter_in_a_comprehension),
     "a variable beside a counter": _set_later,
     "a default": _defaults,
     "read by an inner function": _inside,
+    "the code": _other_code,
 }
 
 

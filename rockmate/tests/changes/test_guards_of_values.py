@@ -340,6 +340,12 @@ def _() -> tuple[Read, Change]:
     return read, lambda: setattr(looked_at, "__defaults__", (3.0,))
 
 
+@of("the order of an ordered dict")
+def _() -> tuple[Read, Change]:
+    held = collections.OrderedDict(a=1.0, b=2.0)
+    return lambda: next(iter(held.values())), lambda: held.move_to_end("a")
+
+
 @of("what a partial calls")
 def _() -> tuple[Read, Change]:
     bound: Any = functools.partial(max, 2.0, 1.0)

@@ -2,6 +2,7 @@
 
 import array
 import copy
+import functools
 import itertools
 import os
 import queue
@@ -20,6 +21,12 @@ from rockmate import InfeasibleBudgetError, Rockmate
 from runs.planned import wrap
 
 NAME = "ROCKMATE_TEST_SCALE"
+
+
+@functools.lru_cache
+def _remembered(size):
+    LOG.append(size)
+    return 0.5 + len(LOG)
 
 
 class World:
@@ -42,6 +49,7 @@ class World:
         USER_DICT["calls"] = ARRAY[0] = NUMBERS[0] = 0
         Scaled.calls = Scaled.held["calls"] = Telling.times = 0
         HELPER.ticks = 0
+        _remembered.cache_clear()
         _reset()
 
     def state(self):
@@ -186,6 +194,7 @@ READS = {
     "global counter": _count,
     "nonlocal counter": _counted,
     "list that grows": _log,
+    "function that remembers": lambda _: _remembered(2),
     "dict": _keep,
     "attribute of a class": _count_calls,
     "attribute of a function": _own_count,

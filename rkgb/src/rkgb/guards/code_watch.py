@@ -29,6 +29,8 @@ from rkgb.torch_api.quiet import set_profile
 _TOOLS = (4, 3)  # numbers that `sys.monitoring` reserves for nobody
 
 
+# Functions of libraries that read what changes with the process, and call nothing for it.
+_ASKING = {id(f.__code__): f.__name__ for f in (threading.active_count, threading.enumerate)}
 _IMPORTS = importlib.import_module.__code__
 _LOGGERS = logging.getLogger.__code__
 
@@ -220,6 +222,10 @@ class CodeWatch:
             ):
                 named = seen.imports if code is _IMPORTS else seen.loggers
                 named.add(str(frame.f_locals.get("name") or ""))
+            elif (name := _ASKING.get(id(code))) and (
+                seen := self._reader(Door.SYSTEM, frame.f_back)
+            ):
+                seen.outside[f"'{name}' of threads"] = None
         else:
             self._note(code, frame)
         return True

@@ -23,10 +23,12 @@ from rkgb.errors import SideEffectError
 from rkgb.guards.entries import ABSENT, cell_content
 from rkgb.guards.holding import (
     BOUND,
+    CACHED,
     MOST_BYTES,
     bytes_of,
     can_be_written,
     home_of,
+    pairs_of,
     slots_of,
     too_long,
     write,
@@ -43,7 +45,13 @@ _LONG = 512  # longer containers are not looked into
 _CLOSED = (str, bytes, int, float, complex, Tensor, nn.Module, torch.dtype)
 _MADE_ANEW = (int, str, bytes, torch.device, torch.Size)
 _OF_NUMPY = ("bit_generator", "get_state")  # generators of random numbers have one of these
-_QUEUES = frozenset(("queue", "multiprocessing.queues"))
+# Of queues, of what writes to files, and of connections.
+_USED_UP = frozenset(
+    (
+        *("queue", "_queue", "multiprocessing.queues", "multiprocessing.connection"),
+        *("_csv", "sqlite3", "socket", "_socket", "ssl"),
+    )
+)
 _STREAMS = (io.IOBase, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
@@ -58,7 +66,7 @@ def is_used_up(value: Any) -> bool:
     if (subject := subject_of(value)) is not None:
         return is_used_up(subject)
     # By its type: the `__class__` of a library of C raises an error.
-    if issubclass(kind, (random.Random, *_STREAMS)) or home in _QUEUES:
+    if issubclass(kind, (random.Random, *_STREAMS)) or home in _USED_UP:
         return True
     if isinstance(value, torch.Generator):
         return value is not torch.default_generator
@@ -99,7 +107,7 @@ def content_of(container: Any) -> Any:
     if not isinstance(container, CONTAINERS):
         return bytes_of(container, MOST_BYTES)
     # A dict may be of a kind that makes what it is asked for.
-    return dict(dict.items(container)) if isinstance(container, dict) else list(container)
+    return dict(pairs_of(container)) if isinstance(container, dict) else list(container)
 
 
 def same_content(a: Any, b: Any) -> bool:
@@ -107,7 +115,7 @@ def same_content(a: Any, b: Any) -> bool:
     if not isinstance(b, (dict, list)):
         return bool(a == b)
     if isinstance(a, dict):
-        return list(a) == list(b) and all(value is b[key] for key, value in dict.items(a))
+        return list(a) == list(b) and all(value is b[key] for key, value in a.items())
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
@@ -136,6 +144,7 @@ class Reached:
         self.asked, self.inside = asked, inside
         self.owners: dict[int, Any] = {}  # containers, `vars` of objects, and classes
         self.used: list[Any] = []
+        self.caches: list[Any] = []  # functions that remember their results
         self.long: list[Any] = []  # longer than a guard looks at
 
     def add(self, value: Any, depth: int = 0) -> None:
@@ -146,6 +155,8 @@ class Reached:
             is_outside = self.inside is not None and id(value) not in self.inside
             if is_outside and isinstance(value, nn.Module) and depth < _DEPTH:
                 self._follow_module(value, depth + 1)
+        elif type(value) is CACHED:
+            self.caches.append(value)
         elif is_used_up(value):
             self.used.append(value)
         elif too_long(value):
@@ -201,6 +212,7 @@ class Contents:
     def __init__(self) -> None:
         self._held: dict[tuple[int, str | None], tuple[Any, Any]] = {}
         self._copies: list[tuple[Any, Any, Any]] = []  # kept: owner, place, and copy
+        self._caches: list[Any] = []  # functions that had no results to remember
 
     def add(
         self, owner: Any, name: str | None = None, *, lends: bool = True, keeps: bool = False
@@ -227,6 +239,10 @@ class Contents:
         copies = [(owner, place, copied(value)) for place, value in places if is_used_up(value)]
         self._copies += copies if keeps else []
         _lend(() if keeps else copies)
+
+    def add_caches(self, caches: Iterable[Any]) -> None:
+        """Let functions forget their results later, if they have none now."""
+        self._caches += (cached for cached in caches if not cached.cache_info().currsize)
 
     def as_now(self) -> Contents:
         """Return what the same owners hold now."""
@@ -275,6 +291,8 @@ class Contents:
 
     def restore(self) -> None:
         """Put everything back."""
+        for cached in self._caches:
+            cached.cache_clear()
         for (_, name), (owner, content) in self._held.items():
             if name is not None or isinstance(owner, CellType):
                 if _content(owner, name) is not content:

@@ -1,8 +1,9 @@
 """Functions written in C by which Python reads what no guard can look at, or by names it has made.
 
 What is asked of the system (files, clocks, threads, other frames) may be otherwise at every call,
-and nothing says when; so what asks runs whole. Which attributes `vars` and its like lead to is not
-written in the code; so all of them count. How torch is set can be asked again.
+and nothing says when; so what asks runs whole. So does what calls a function of a module that
+nothing is known of: what it reads and changes is written in C. Which attributes `vars` and its like
+lead to is not written in the code; so all of them count. How torch is set can be asked again.
 """
 
 from __future__ import annotations
@@ -34,6 +35,22 @@ _CLOCKS = frozenset(
         *("localtime", "gmtime", "ctime", "strftime", "times"),
     )
 )
+# What is written in C in these gives the same for the same arguments, or is listed here; what their
+# objects hold is looked at as values (`watched.py`), or is known to be used up.
+_STEADY_MODULES = frozenset(
+    (
+        *("builtins", "types", "typing", "_typing", "sys", "gc", "_abc", "_ast", "_opcode", "_imp"),
+        *("math", "cmath", "_operator", "operator", "_functools", "functools", "itertools"),
+        *("_collections", "collections", "_weakref", "weakref", "_contextvars", "_thread"),
+        *("array", "_array", "_struct", "_ctypes", "mmap", "_bisect", "_heapq", "_statistics"),
+        *("_json", "_pickle", "copyreg", "marshal", "_sre", "re", "_string", "unicodedata"),
+        *("_codecs", "binascii", "zlib", "_bz2", "_lzma", "_stat", "errno", "_warnings"),
+        *("decimal", "_decimal", "datetime", "_datetime", "time", "_random", "random", "_io", "io"),
+        *("posix", "nt", "_hashlib", "_md5", "_sha1", "_sha2", "_sha256", "_sha512", "_sha3"),
+        *("_blake2", "_asyncio", "_tokenize", "_symtable", "_interpreters"),
+        *("pydantic_core", "_pydantic_core"),
+    )
+)
 
 # Keys have them.
 _MODES = ("autocast", "grad_enabled", "inference_mode", "torch_function", "tracing")
@@ -60,18 +77,29 @@ class Door(Enum):
         return None
 
 
-def _home(called: Any) -> str:
+def _holder(called: Any) -> Any:
+    """Return the module or the class that a function was found in; None if it has none."""
     own = getattr(called, "__self__", None)
-    if isinstance(own, ModuleType):
-        return own.__name__
-    if called.__name__.startswith(("__reduce", "__getstate")):
-        return "builtins.object"
-    if isinstance(own, type):
-        is_method = called.__name__ in vars(type)
-        return "builtins.type" if is_method else f"{own.__module__}.{own.__qualname__}"
-    if own is None or type(own).__name__ == "PyCapsule":
+    kind = type(own)  # not `isinstance`, which asks objects what they are
+    if issubclass(kind, ModuleType):
+        return own
+    if own is None or kind.__name__ == "PyCapsule":
+        return getattr(called, "__objclass__", None)
+    if issubclass(kind, type):
+        return kind if called.__name__ in vars(type) else own
+    return kind
+
+
+def _home(called: Any, holder: Any) -> str:
+    if holder is None:
         return str(called.__module__)
-    return f"{type(own).__module__}.{type(own).__qualname__}"
+    if isinstance(holder, ModuleType):
+        return holder.__name__
+    name = called.__name__
+    if name.startswith(("__reduce", "__getstate")):
+        return "builtins.object"
+    kind = next((base for base in holder.__mro__ if name in vars(base)), holder)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _doors() -> dict[str, dict[str, Door]]:
@@ -86,9 +114,12 @@ def _doors() -> dict[str, dict[str, Door]]:
     posix = sys.modules[os.stat.__module__]
     add(posix.__name__, (n for n in vars(posix) if n not in _STEADY), system)
     add("time", _CLOCKS, system)
-    add(_home(open), ("open", "open_code"), system)  # "io", or "_io" from Python 3.12 on
+    files = _home(open, _holder(open))  # "io", or "_io" from Python 3.12 on
+    add(files, ("open", "open_code"), system)
     add("gc", (n for n in vars(gc) if n.startswith("get_") or n == "isenabled"), system)
     add("_thread", ("get_ident", "get_native_id"), system)
+    for kind in ("lock", "RLock"):
+        add(f"_thread.{kind}", ("locked", "_is_owned"), system)
     add("builtins.type", ("__subclasses__",), system)
     add("torch._C.Generator", ("initial_seed", "get_state", "seed"), system)
     add("random.Random", ("getstate",), system)
@@ -110,15 +141,36 @@ def _doors() -> dict[str, dict[str, Door]]:
 
 
 _DOORS = _doors()
+_found: dict[tuple[int, str], tuple[Any, Door | None]] = {}  # by the holder, which is kept alive
+_MOST = 20_000
 
 
 def door_of(called: Any) -> Door | None:
-    """Return the door that a function written in C is, if it is one."""
-    homes = _DOORS.get(called.__name__)
-    if homes is None:
-        return None
-    is_torchs = _TORCHS in homes and called is getattr(torch._C, called.__name__)
-    return homes[_TORCHS] if is_torchs else homes.get(_home(called))
+    """Return the door that a function written in C is, if it is one.
+
+    Examples:
+        >>> import _signal, math
+        >>> door_of(math.sqrt), door_of(_signal.getsignal).name
+        (None, 'SYSTEM')
+    """
+    holder = _holder(called)
+    place = id(called.__module__ if holder is None else holder), called.__name__
+    known = _found.get(place)
+    if known is None:
+        while len(_found) >= _MOST:
+            del _found[next(iter(_found))]
+        kept = called.__module__ if holder is None else holder
+        known = _found[place] = kept, _look_up(called, holder)
+    return known[1]
+
+
+def _look_up(called: Any, holder: Any) -> Door | None:
+    home, homes = _home(called, holder), _DOORS.get(called.__name__, {})
+    if _TORCHS in homes and called is getattr(torch._C, called.__name__):
+        return homes[_TORCHS]
+    top = home.partition(".")[0]
+    is_known = top in _STEADY_MODULES or not (is_users(top) or top in sys.stdlib_module_names)
+    return homes.get(home) or (None if is_known else Door.SYSTEM)
 
 
 @functools.cache
@@ -135,6 +187,6 @@ def says(name: str) -> Callable[[], Any] | None:
 
 def told(called: Any, line: int) -> str:
     """Return a function and where it was called in words."""
-    home = _home(called)
+    home = _home(called, _holder(called))
     name = called.__name__ if home == builtins.__name__ else f"{home}.{called.__name__}"
     return f"'{name}' (line {line})"

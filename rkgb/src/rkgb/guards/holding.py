@@ -12,8 +12,8 @@ import operator
 import sys
 import weakref
 from abc import ABCMeta, get_cache_token
-from collections import deque
-from collections.abc import Hashable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Hashable, ItemsView, Mapping
 from inspect import getattr_static
 from operator import is_
 from types import (
@@ -221,8 +221,14 @@ def items_of(container: Any) -> list[Any]:
     if type(container).__module__ == "numpy":
         return [*container.flat]
     if isinstance(container, dict):
-        return [*dict.keys(container), *dict.values(container)]
+        pairs = pairs_of(container)
+        return [*(key for key, _ in pairs), *(value for _, value in pairs)]
     return list(container)
+
+
+def pairs_of(table: dict[Any, Any]) -> ItemsView[Any, Any]:
+    """Return what a dict holds, past what its class makes of it; an ordered one in its order."""
+    return OrderedDict.items(table) if isinstance(table, OrderedDict) else dict.items(table)
 
 
 def is_still(container: Any, items: list[Any]) -> bool:

@@ -30,6 +30,8 @@ from rkgb.torch_api.quiet import set_profile
 _changing: dict[tuple[int, str | None], tuple[Callable[[], Any], str | None]] = {}
 # Sources that led to these: what they lead to later may be others.
 _leading: dict[Hashable, tuple[Source, frozenset[str]]] = {}
+# Functions of users that remember their results, and had none before a forward called them.
+_caches: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class OutsideState:
@@ -40,6 +42,7 @@ class OutsideState:
 
     def __init__(self, *, lends: bool = False) -> None:
         self._contents = Contents()
+        self._contents.add_caches(_caches)
         # Whoever looks at calls in this thread looks at the user's: copying is none of theirs.
         looking = sys.getprofile()
         sys.setprofile(None)
@@ -204,6 +207,9 @@ class Outside:
         for owner in reached.owners.values():
             if id(owner) not in self._paths:
                 self.contents.add(owner)
+        caches = [cached for cached in reached.caches if is_users(cached.__module__)]
+        self.contents.add_caches(caches)
+        _caches.update(caches)
         self._local.update(id(c) for c in code.co_consts if hasattr(c, "co_code"))
 
     def _refuse_defaults(self, seen: Seen, frame: FrameType) -> None:

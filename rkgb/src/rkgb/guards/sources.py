@@ -333,8 +333,6 @@ class Known:
 
     def are_all(self, seen: Seen) -> bool:
         """Whether there can be no other function by now."""
-        if not (self.code.co_freevars or self.code.co_argcount or self.code.co_kwonlyargcount):
-            return bool(self.functions)  # another one would do and read the same
         # Between two recordings, another function may take the place of another holder.
         if self._seen() is not seen or _holders(seen) > self.holders:
             return False

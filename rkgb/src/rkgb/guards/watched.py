@@ -11,6 +11,7 @@ import gc
 import sys
 import weakref
 from abc import ABCMeta
+from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -282,6 +283,8 @@ class Watched:
         found, own = self._object(value, depth), attributes_of(value)
         inside = (held for held in gc.get_referents(value) if type(held) is dict)
         (table,) = (held for held in inside if held is not own)
+        if not table:  # a recording computes what it will remember, and a later call reads that
+            self.entries(table).add_check(lambda: not table)
         for key, result in table.items():
             self.entries(table).note(key, result)
         return found, *((Same(key), self.worth(result, depth + 1)) for key, result in table.items())
@@ -355,8 +358,11 @@ class Watched:
             self._look(value, partial(is_still, value, items))
 
     def _look(self, value: Any, check: Callable[[], bool]) -> None:
-        """Look from now on at a container: at a dict after a write, at others always."""
-        if isinstance(value, dict):
+        """Look from now on at a container: at a dict after a write, at others always.
+
+        An ordered dict is no less another one when only its order is.
+        """
+        if isinstance(value, dict) and not isinstance(value, OrderedDict):
             self.entries(value).add_check(check)
         else:
             self.checks.append(check)
