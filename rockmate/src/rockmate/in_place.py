@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,8 +71,20 @@ def in_trainer(
     Raises:
         RockmateError: as from `checked`.
     """
-    later = {} if memory is None else {"optimizer": "none", **options}
-    return checked({**options, **later, "budget": budget, "memory": memory}, "rockmate.apply")
+    within = amount(budget, memory)
+    later = {} if within["memory"] is None else {"optimizer": "none", **options}
+    return checked({**options, **later, **within}, "rockmate.apply")
+
+
+def amount(budget: Any = None, memory: Any = None) -> dict[str, Any]:
+    """Return what is given, or else what the environment says.
+
+    `ROCKMATE_BUDGET=8GB` or `ROCKMATE_MEMORY=24GB` serve where a switch of a trainer is given
+    neither: a training is planned without a word in its code.
+    """
+    if budget is None and memory is None:
+        budget, memory = (os.environ.get(f"ROCKMATE_{name}") for name in ("BUDGET", "MEMORY"))
+    return {"budget": budget, "memory": memory}
 
 
 def checked(options: dict[str, Any], function: str) -> dict[str, Any]:

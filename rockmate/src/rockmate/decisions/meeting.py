@@ -67,9 +67,8 @@ class Meeting:
     ) -> None:
         self.model, self.plans, self.written = model, plans, written
         self.fingerprints = Fingerprints()
-        self.read: dict[
-            str, list[tuple[str, Tensor, Any]]
-        ] = {}  # after the last call of each block
+        # After the last call of each block.
+        self.read: dict[str, list[tuple[str, Tensor, Any]]] = {}
         self.settings = replace(
             settings, budget=EVERYTHING, self_test=False, share=False, cache=False, plan=None,
             reserve=0, compile=False, split=False, offload=place_of(settings), host_budget=None,

@@ -65,7 +65,7 @@ class StepPlan:
         most = self.most_nodes
         is_more = most is not None and self.own.total > most
         if is_more and not step.has_more_calls and not self._has_hooks():
-            self._tell(
+            self.tell(
                 "forward",
                 "computes more outside of its blocks than in the sample's step "
                 f"({self.own.total} operations with a gradient, and {most} were planned)",
@@ -102,35 +102,8 @@ class StepPlan:
         for node in [loss.grad_fn for loss in losses if loss.grad_fn is not None]:
             node.register_prehook(begin)
 
-    def tell_of_more(self, path: str, count: int) -> None:
-        """Warn once per block that a step calls it more often than the sample's step."""
-        self._tell(
-            path,
-            f"is called {count} times in this step, and {len(self.ways.get(path, ()))} calls were "
-            "planned from the sample. The others keep nothing but their arguments",
-            "Plan with a sample whose step calls it most often.",
-        )
-
-    def tell_of_other(self, path: str, why: str) -> None:
-        """Warn once per block that it is called in a way that no plan of it is for."""
-        self._tell(
-            path,
-            f"is called otherwise than it was planned ({why}). This call keeps nothing but its "
-            "arguments",
-            "Plan with a larger budget.",
-        )
-
-    def tell_of_hooks(self, path: str) -> None:
-        """Warn once per block that a call which would run again runs plain."""
-        self._tell(
-            path,
-            "is called inside of hooks on saved tensors (a checkpoint's, or those of save_on_cpu), "
-            "and would be computed again in its backward. It runs plain, and the hooks decide what "
-            "it keeps",
-            "Leave the hooks out, since the plan saves memory already.",
-        )
-
-    def _tell(self, path: str, what: str, instead: str) -> None:
+    def tell(self, path: str, what: str, instead: str) -> None:
+        """Warn, once per block and advice, that a step may take more than its budget."""
         if (path, instead) in self.told:
             return
         self.told.add((path, instead))
@@ -177,7 +150,12 @@ class _Step:
         ways = plan.ways.get(path, ())
         if count >= len(ways):
             self.has_more_calls = True
-            plan.tell_of_more(path, count + 1)
+            plan.tell(
+                path,
+                f"is called {count + 1} times in this step, and {len(ways)} calls were planned "
+                "from the sample. The others keep nothing but their arguments",
+                "Plan with a sample whose step calls it most often.",
+            )
         way = ways[count] if count < len(ways) else AGAIN
         self.is_inside = True
         begin = latest_sequence_nr()
@@ -203,12 +181,23 @@ class _Step:
             try:
                 return way(args, kwargs)
             except NotPlannedError as why:
-                self.plan.tell_of_other(block.path, str(why))
+                self.plan.tell(
+                    block.path,
+                    f"is called otherwise than it was planned ({why}). This call keeps nothing "
+                    "but its arguments",
+                    "Plan with a larger budget.",
+                )
                 way = AGAIN
         if way is KEEP or not block.can_run_again:
             return block.view.forward(*args, **kwargs)
         if has_saved_hooks():
-            self.plan.tell_of_hooks(block.path)
+            self.plan.tell(
+                block.path,
+                "is called inside of hooks on saved tensors (a checkpoint's, or those of "
+                "save_on_cpu), and would be computed again in its backward. It runs plain, and the "
+                "hooks decide what it keeps",
+                "Leave the hooks out, since the plan saves memory already.",
+            )
         return run_recomputed(
             block.view, block.path, args, kwargs,
             writes_buffers=block.writes_buffers, compares=self.compares, reads=block.reads,

@@ -127,10 +127,8 @@ def largest_batch(given: ToFill) -> LargestBatch:
 def _found(search: _Search, at_most: int, phases: Phases) -> LargestBatch:
     with phases.phase("one sample"):
         memory = search.memory_at(1)
-        needed, memory_bytes = (
-            min(search.needed_bytes(1), search.plain_bytes(1)),
-            memory.asked_bytes,
-        )
+        needed = min(search.needed_bytes(1), search.plain_bytes(1))
+        memory_bytes = memory.asked_bytes
     if needed > memory_bytes:
         raise InfeasibleBudgetError(
             f"not even one sample fits into {exact_bytes(memory_bytes)}: "

@@ -37,6 +37,14 @@ def device_of_parameters(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
+def world_size() -> int:
+    """Return how many processes train together; 1 where none do."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 1
+    return distributed.get_world_size()
+
+
 # Wrappers of torch with collectives of their own. Steps that planning runs would start these too.
 _ENGINES = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "Plan the module in it: "

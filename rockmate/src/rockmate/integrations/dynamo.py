@@ -23,8 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from rockmate.decisions.recomputed import run_recomputed
 from rockmate.errors import UnsupportedModuleError
-from rockmate.in_place import apply, checked
-from rockmate.integrations.environment import amount
+from rockmate.in_place import amount, apply, checked
 from rockmate.module import Rockmate
 
 _log = logging.getLogger("rockmate")

@@ -7,8 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from rockmate.in_place import apply, in_trainer, meet_optimizer
-from rockmate.integrations.environment import amount
+from rockmate.in_place import amount, apply, in_trainer, meet_optimizer
 from rockmate.module import Rockmate
 from rockmate.settings import Budget
 
@@ -50,7 +49,7 @@ class RockmateCallback(TrainerCallback):
         report: str | None = None,
         **options: Any,
     ) -> None:
-        self.report, self.options = report, in_trainer(**amount(budget, memory), options=options)
+        self.report, self.options = report, in_trainer(budget, memory, options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Plan the trainer's model, whose forward others have put in place by now, as TRL does."""

@@ -8,8 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from rockmate.errors import RockmateError
-from rockmate.in_place import apply, in_trainer, meet_optimizer
-from rockmate.integrations.environment import amount
+from rockmate.in_place import amount, apply, in_trainer, meet_optimizer
 from rockmate.module import Rockmate
 from rockmate.settings import Budget
 
@@ -51,7 +50,7 @@ class LightningCallback(Callback):
         **options: Any,
     ) -> None:
         self.module, self.report = module, report
-        self.options = in_trainer(**amount(budget, memory), options=options)
+        self.options = in_trainer(budget, memory, options)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Plan the network, after `configure_model` has made it."""

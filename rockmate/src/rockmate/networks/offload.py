@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rkgb.copies import Copies, copies_for, measured_link
+from rockmate.guards.sharded import world_size
 from rockmate.problems.link import Link
 from rockmate.problems.problem import Problem
 from rockmate.settings import DISK, HOST
@@ -59,10 +60,8 @@ def offload_of(
 
 def _processes_here() -> int:
     """Return how many processes of a distributed job run on this machine, or else in all."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 1
-    return int(os.environ.get("LOCAL_WORLD_SIZE", distributed.get_world_size()))
+    processes = world_size()
+    return int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if processes > 1 else 1
 
 
 def with_link(problem: Problem, movable: frozenset[str], link: Link) -> Problem:

@@ -83,7 +83,7 @@ def block_options(local: Problem, solver: Solver, grid: Grid) -> tuple[BlockOpti
         return (everything,)
     nothing = measure_option(local, _keep_nothing(local))
     found.append(nothing)
-    boundary = _boundary_bytes(local)
+    boundary = local.bytes_of(local.fwd_input_masks[-1])
     high_peak = everything.peak_bytes
     low_peak = min(_floor_bytes(local), high_peak)
     solved: list[tuple[int, int, BlockOption]] = []
@@ -132,10 +132,6 @@ def _keep_nothing(local: Problem) -> Steps:
             again.append(Step("F", k))
             needed |= local.fwd_input_masks[k]
     return (*plain[:end], *reversed(again), *plain[end:])
-
-
-def _boundary_bytes(local: Problem) -> int:
-    return local.bytes_of(local.fwd_input_masks[-1])
 
 
 def _floor_bytes(local: Problem) -> int:

@@ -184,12 +184,6 @@ def _without_end(problem: Problem, steps: Steps, moves: Moves) -> Way:
 
 def _plan_of(problem: Problem, budget_bytes: int, plan: Plan) -> Plan:
     """Return a plan without the end of the forward."""
-    way, tried, seconds = (
-        _without_end(problem, plan.steps, plan.moves),
-        plan.tried,
-        plan.plan_seconds,
-    )
-    steps, moves = way
-    return make_plan(
-        *(problem, steps, budget_bytes, plan.planner, moves), tried=tried, plan_seconds=seconds
-    )
+    steps, moves = _without_end(problem, plan.steps, plan.moves)
+    about = {"tried": plan.tried, "plan_seconds": plan.plan_seconds}
+    return make_plan(problem, steps, budget_bytes, plan.planner, moves, **about)

@@ -84,9 +84,8 @@ def _planned_anew(request: Request) -> Planned:
     if compiled is not None:
         with phases.phase("measurement"):
             keeping = keeping_of(network, model, given)
-        network = (
-            network if keeping is None else keeping.network
-        )  # measured together with the other form
+        if keeping is not None:  # measured together with the other form
+            network = keeping.network
     eager: StepResult | None = None
     if settings.self_test or fraction is not None:
         with phases.phase("eager"):

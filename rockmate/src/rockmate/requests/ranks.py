@@ -25,6 +25,7 @@ import torch
 
 from rkgb.engine import operations
 from rockmate.files.plan_file import PlanFile
+from rockmate.guards.sharded import world_size
 from rockmate.networks.planned import Planned
 from rockmate.requests.exchange import Exchange, exchange_of
 from rockmate.requests.request import Request, Source, first_of
@@ -82,14 +83,7 @@ def _talks(request: Request) -> bool:
 
 def is_follower(share: bool) -> bool:
     """Return whether another rank plans for this one."""
-    return share and _size() > 1 and torch.distributed.get_rank() > 0
-
-
-def _size() -> int:
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
-        return 1
-    return distributed.get_world_size()
+    return share and world_size() > 1 and torch.distributed.get_rank() > 0
 
 
 @contextlib.contextmanager
@@ -101,11 +95,11 @@ def sharing(share: bool) -> Iterator[Exchange | None]:
     Raises:
         PlanSharingError: a rank has failed; on every rank that makes this wrapper.
     """
-    if not share or _size() < 2:
+    if not share or world_size() < 2:
         yield None
         return
     rank = torch.distributed.get_rank()
-    exchange = exchange_of(rank, _size(), f"rockmate/{next(_numbers)}/")
+    exchange = exchange_of(rank, world_size(), f"rockmate/{next(_numbers)}/")
     try:
         with exchange.living():
             exchange.tell(f"here/{rank}", b"1")

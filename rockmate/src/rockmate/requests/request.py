@@ -63,9 +63,7 @@ class Request:
     own: nn.Module | None = None  # the user's module, if `model` is a view without its hooks
     losses: bool = True  # if some outputs are scalars, only these get gradients
     is_part: bool = False  # of a model that trains, also while this part is in eval mode
-    kind: ExpectedKind | None = (
-        None  # of backward; None: gradients at the losses, or at all outputs
-    )
+    kind: ExpectedKind | None = None  # of backward; None: at the losses, or at all outputs
 
     @classmethod
     def of(cls, model: nn.Module, call: Call, settings: Terms, **more: Any) -> Request:

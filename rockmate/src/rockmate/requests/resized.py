@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from rkgb.device import no_collection
-from rkgb.graphs import SimplifiedGraph, same_but_for_numbers, same_but_for_sizes
+from rkgb.graphs import same_but_for_numbers, same_but_for_sizes
 from rkgb.run import RunnableGraph
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.networks.executables import without_reruns
@@ -126,14 +126,10 @@ def _same_in_other_sizes(known: Sequence[Planned], recorded: RunnableGraph) -> V
         if any(version.planned.family is family for family in seen):
             continue
         seen.append(version.planned.family)
-        if _differs_in_sizes(recorded.graph, version.graph):
+        ours, theirs = recorded.graph, version.graph
+        if same_but_for_sizes(ours.basic, theirs.basic) and has_same_nodes(ours, theirs):
             return version
     return None
-
-
-def _differs_in_sizes(ours: SimplifiedGraph, theirs: SimplifiedGraph) -> bool:
-    same = same_but_for_sizes(ours.basic, theirs.basic)
-    return same and has_same_nodes(ours, theirs)
 
 
 def other_numbers(request: Request) -> Planned | None:

@@ -81,11 +81,8 @@ def _moved(problem: Problem, plan: Plan, *, is_timed: bool) -> list[str]:
     if is_timed:
         clocks = clocks_of(problem, plan.steps, plan.moves, link)
         text = f"out {format_ms(clocks.out_ms)}, in {format_ms(clocks.in_ms)} of the step; "
-        text += (
-            f"{format_ms(clocks.stall_ms)} of it are waited for"
-            if clocks.stall_ms
-            else ("nothing waits")
-        )
+        waits = f"{format_ms(clocks.stall_ms)} of it are waited for"
+        text += waits if clocks.stall_ms else "nothing waits"
         lines.append(_field("link in use", text))
     return [*lines, _field("link", rates)]
 

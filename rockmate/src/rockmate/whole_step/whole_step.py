@@ -14,7 +14,7 @@ from torch import nn
 
 from rkgb.engine import device_of
 from rockmate.files.plan_file import SeenLoss
-from rockmate.guards.sharded import device_of_parameters
+from rockmate.guards.sharded import device_of_parameters, world_size
 from rockmate.whole_step.memory import GRADIENTS, LOSS, SEEN, Coming, Memory, Part
 from rockmate.whole_step.optimizers import (
     OptimizerBytes,
@@ -152,10 +152,8 @@ def _gradients_bytes(
 
 def _buckets_bytes(trained: list[nn.Parameter], gradients_bytes: int) -> int:
     """Return what DDP will copy gradients to; it is usually put around the module later."""
-    dist = torch.distributed
-    shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     is_sharded = any(hasattr(parameter, "device_mesh") for parameter in trained)
-    return gradients_bytes if shared and not is_sharded else 0
+    return gradients_bytes if world_size() > 1 and not is_sharded else 0
 
 
 _MOST_OF_CONTEXT_BYTES = 1 << 30  # what is held beyond that, other processes hold
