@@ -185,6 +185,17 @@ def test_a_larger_arena_serves_smaller_steps_and_a_smaller_one_goes() -> None:
         assert [block.size_bytes for block in copies._idle] == [idle * PAGE_BYTES]
 
 
+def test_within_a_limit_no_step_takes_more_than_it_asks_for() -> None:
+    """A smaller step would take the larger one's block, for which another one were made then."""
+    copies = Host()
+    copies.is_limited = True
+    for pages in ((1, 3), (3, 1), (1, 3), (1, 2)):
+        arenas = [copies.arena(count * PAGE_BYTES) for count in pages]
+        held = [block.size_bytes for block in (*copies._idle, *(a.block for a in arenas))]
+        assert sum(held) == sum(pages) * PAGE_BYTES
+        del arenas
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_no_thread_and_no_file_is_left(place: str, tmp_path: Path) -> None:
     gc.collect()

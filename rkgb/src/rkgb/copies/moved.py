@@ -7,6 +7,7 @@ begin and end, and nothing here decides anything.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections import deque
@@ -49,8 +50,11 @@ class Pending(Protocol):
 class Copies(ABC):
     """A place for storages, and copies to and from it beside the computation.
 
-    The blocks of steps that have ended are kept for other steps. Several threads may use it.
+    The blocks of steps that have ended are kept for other steps. Several threads may use it. A
+    larger block serves for a smaller one, but not where there is a limit for all of them.
     """
+
+    is_limited = False
 
     def __init__(self) -> None:
         self._idle: deque[Block] = deque()
@@ -60,14 +64,18 @@ class Copies(ABC):
         """Return memory on the other side for one step."""
         if self._process != os.getpid():  # forked: those blocks are its parent's
             self._process, self._idle = os.getpid(), deque()
-        while True:
-            try:
+        others: list[Block] = []
+        while self._idle:
+            with contextlib.suppress(IndexError):  # another thread has taken the last one
                 block = self._idle.popleft()
-            except IndexError:
-                return Arena(self, self.new_block(size_bytes))
-            if block.size_bytes >= size_bytes:
-                return Arena(self, block)
-            del block  # the next one of this size serves for both
+                excess = block.size_bytes - size_bytes
+                if excess == 0 or (excess > 0 and not self.is_limited):
+                    self._idle.extend(others if self.is_limited else ())
+                    return Arena(self, block)
+                others.append(block)
+                del block
+        others.clear()  # freed before the next one is made, which serves for them, too
+        return Arena(self, self.new_block(size_bytes))
 
     def return_block(self, block: Block) -> None:
         """Take back the block of an arena that nothing uses any more."""
