@@ -62,9 +62,9 @@ def over(monkeypatch: pytest.MonkeyPatch, link: Link) -> CountingHost:
 class Dropping(nn.Module):
     """A block with a skip, whose chance of dropping is an attribute."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 128) -> None:
         super().__init__()
-        self.up, self.down, self.drop = nn.Linear(32, 128), nn.Linear(128, 32), nn.Dropout(0.1)
+        self.up, self.down, self.drop = nn.Linear(32, width), nn.Linear(width, 32), nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.drop(self.down(torch.tanh(self.up(x)).sin()))
@@ -161,6 +161,20 @@ def test_what_is_there_is_limited_for_all_blocks_and_forwards_in_flight(host: Co
         assert 0 < host.most <= limit
         del model, losses, loss
         host.let_go()
+
+
+def test_a_block_that_needs_more_gets_more_of_what_is_there(host: CountingHost) -> None:
+    """No tensor of the wide blocks fits into an equal part."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Dropping(width) for width in (256, 8, 8, 256)), Loss())
+    x, limit = torch.randn(64, 32, requires_grad=True), 200_000
+    how: dict[str, Any] = {"cost": "flops", "compare": False, "cache": False}
+    plan = rockmate.apply_to_blocks(model, x, 0.75, offload="host", host_budget=limit, **how)
+    assert max(row.moved_bytes for row in plan.rows) > limit // 4
+    assert plan.overhead < 1e-3
+    for _ in range(3):
+        model(x).backward()
+    assert host.most <= limit
 
 
 def test_the_smallest_budget_is_lower_and_is_taken(host: CountingHost) -> None:

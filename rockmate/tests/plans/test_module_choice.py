@@ -114,6 +114,59 @@ def test_the_choice_is_the_fastest_of_all_that_fit(step: StepMemory, budget: int
     assert choice.peak_bytes == walked_peak(step, choice.options) <= budget
 
 
+@given(steps(), st.integers(0, 90), st.integers(0, 30), st.data())
+def test_what_all_modules_move_has_a_limit(
+    step: StepMemory, budget: int, limit: int, data: Any
+) -> None:
+    """Something fits if and only if it is found. No change of one module makes it faster."""
+    calls = []
+    for call in step.calls:
+        ways = [replace(o, host_bytes=data.draw(small)) for o in call.options]
+        ways[call.reference] = replace(ways[call.reference], host_bytes=0)
+        calls.append(replace(call, options=tuple(ways)))
+    step = replace(step, calls=tuple(calls), host_limit=limit)
+
+    def there(numbers: tuple[int, ...]) -> int:
+        pairs = zip(step.calls, numbers, strict=True)
+        return sum(call.options[n].host_bytes for call, n in pairs)
+
+    def time_ms(numbers: tuple[int, ...]) -> float:
+        pairs = zip(step.calls, numbers, strict=True)
+        return sum(call.options[n].overhead_ms for call, n in pairs)
+
+    ways = itertools.product(*(range(len(call.options)) for call in step.calls))
+    fitting = [n for n in ways if there(n) <= limit and walked_peak(step, n) <= budget]
+    choice, part = choose(step, budget), limit // len(calls)
+    if step.in_flight == 1:
+        assert (choice is None) == (not fitting)
+        least = smallest_budget(step)
+        assert (budget >= least) == (choice is not None)
+    if choice is None:
+        return
+    assert choice.options in fitting
+    for other in fitting:
+        changes = sum(a != b for a, b in zip(other, choice.options, strict=True))
+        assert changes > 1 or time_ms(other) >= choice.overhead_ms
+        taken = (c.options[n].host_bytes for c, n in zip(step.calls, other, strict=True))
+        if step.in_flight == 1 and max(taken) <= part:
+            assert time_ms(other) >= choice.overhead_ms
+
+
+def test_a_module_that_gains_more_moves_more() -> None:
+    """With equal parts neither of them could move."""
+    stay, move = BlockOption(9, 9, 9, 0.0, ()), BlockOption(1, 1, 1, 0.0, (), host_bytes=8)
+    again = BlockOption(1, 1, 1, 4.0, ())
+    calls = [
+        ModuleCall("a", (stay, move, again), 2, (8, 0, 0), 0, 1, 0, 0),
+        ModuleCall("b", (stay, move, replace(again, overhead_ms=9.0)), 2, (8, 0, 0), 1, 2, 1, 1),
+    ]
+    step = StepMemory(tuple(calls), 0, 2, 2, host_limit=8)
+    choice = choose(step, 9)
+    assert choice is not None
+    assert choice.options == (2, 1)
+    assert choice.overhead_ms == 4.0
+
+
 @given(steps(), st.integers(0, 200))
 def test_with_others_in_flight_a_choice_fits(step: StepMemory, budget: int) -> None:
     ways = [range(len(call.options)) for call in step.calls]

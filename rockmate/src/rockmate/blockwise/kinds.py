@@ -51,14 +51,16 @@ class Kind:
     networks: Mapping[Hashable, Network]  # whole (None), and as options cut it
     gathered_bytes: int  # further gradients that an engine holds
     is_spread: bool = False  # it has collectives inside
+    host_part: int | None = None  # the most that each block takes elsewhere if all take as much
     least: int = field(init=False)  # the option that keeps least
     is_shared: bool = field(init=False, default=False)  # the options are the first process's
     _planned: dict[BlockOption, Planned] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        numbers = range(len(self.options))
+        part = self.host_part
+        fitting = (n for n, o in enumerate(self.options) if part is None or o.host_bytes <= part)
         self.least = min(
-            numbers, key=lambda n: (self.options[n].saved_bytes, self.options[n].bwd_peak_bytes)
+            fitting, key=lambda n: (self.options[n].saved_bytes, self.options[n].bwd_peak_bytes)
         )
 
     def planned(self, number: int) -> Planned:
@@ -109,14 +111,16 @@ class Kind:
         self.least, self.is_shared = least, True
 
 
-def ways_to_run(networks: Mapping[Hashable, Network], backend: str) -> tuple[BlockOption, ...]:
+def ways_to_run(
+    networks: Mapping[Hashable, Network], backend: str, host_part: int | None = None
+) -> tuple[BlockOption, ...]:
     """Return the options of a recorded block; must-save nodes are not recomputed.
 
     Options in pieces follow those of the whole, if no other one is as good.
     """
     found: list[Way] = []
     for cut, network in networks.items():
-        for option in module_options(network.problem, backend=backend):
+        for option in module_options(network.problem, backend=backend, host_part=host_part):
             found.append((cut, *once_where_fixed(network, option.steps, option.moves)))
     options = options_for(networks, found)
     good = pareto(options)

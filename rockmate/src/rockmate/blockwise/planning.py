@@ -27,7 +27,7 @@ from rockmate.blockwise.kinds import LockstepModule, call_of
 from rockmate.blockwise.recorded import RecordedBlocks
 from rockmate.blockwise.rehearsal import END, TURN, Marker, marked, trace_step
 from rockmate.blockwise.report import ChosenBlocks
-from rockmate.blockwise.saved_blocks import numbers_for, over_budget
+from rockmate.blockwise.saved_blocks import mismatch, numbers_for, over_budget
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModuleError
 from rockmate.files.plan_file import SavedBlocks
 from rockmate.options.module_choice import (
@@ -193,6 +193,11 @@ class BlockPlanner:
         with self.team.together():
             kinds = {path: self.blocks.kind_of[path] for path in self.blocks.order}
             numbers = numbers_for(saved, kinds, self.in_flight)
+        taken = sum(kinds[path].options[n].host_bytes for path, n in numbers.items())
+        if self.blocks.host_limit is not None and taken > self.blocks.host_limit:
+            raise mismatch(
+                [f"moves take {taken} bytes elsewhere, {self.blocks.host_limit} are allowed here"]
+            )
         self.blocks.take(numbers)
         self.blocks.test_once(call)
         measured, memory = self._measured_peak(call)
@@ -228,6 +233,7 @@ class BlockPlanner:
                 calls.append(call_of(path, kind, self.blocks.numbers[path], spots, place))
         turn, before = spots[TURN], spots["begin"].next_peak_bytes
         memory = StepMemory(tuple(calls), before, turn.next_peak_bytes, turn.bytes, self.in_flight)
+        memory = replace(memory, host_limit=self.blocks.host_limit)
         return peak, largest(self.team.gather(memory))
 
     def _refuse_another_order(self, names: Sequence[str]) -> None:

@@ -82,6 +82,7 @@ class RecordedBlocks:
         self.saved = saved  # options and choice from a file
         self.model, self.settings, self.team = model, settings, team
         self.views, self.in_flight = views, in_flight
+        self.host_limit: int | None = None  # for what all blocks of one forward move
         self.kind_of: dict[str, Kind] = {}
         self.order: list[str] = []  # blocks in the order of their forwards
         self.numbers: dict[str, int] = {}  # of their options
@@ -118,9 +119,9 @@ class RecordedBlocks:
         self._share_options()
 
     def _agree_on_a_link(self) -> None:
-        """Give all processes the first one's link, and blocks equal parts of what is there.
+        """Give all processes the first one's link, and each forward in flight a part of the place.
 
-        All blocks hold what they move at the turn, for each forward in flight.
+        All blocks hold what they move at the turn. How much each of them moves is chosen later.
         """
         where, most_bytes, saved = self.settings.offload, self.settings.host_bytes, self.saved
         if where is None:
@@ -136,10 +137,9 @@ class RecordedBlocks:
         if link is None:  # nothing moves in the file
             self.settings = replace(self.settings, offload=None, host_budget=None)
             return
-        part = None
         if most_bytes is not None:
-            part = max(1, most_bytes // (len(self.views) * self.in_flight))
-        self.settings = replace(self.settings, link=link, host_budget=part)
+            self.host_limit = max(1, most_bytes // self.in_flight)
+        self.settings = replace(self.settings, link=link, host_budget=self.host_limit)
 
     def _run(self, call: Call, work: Callable[..., Any]) -> None:
         """Run one step in which `work` replaces every block's forward; raise errors of the step."""
@@ -343,11 +343,17 @@ class RecordedBlocks:
             else:
                 if cutting is not None:
                     networks.update(cutting.every())
-                options = ways_to_run(networks, self.settings.backend)
+                options = ways_to_run(networks, self.settings.backend, self._host_part)
             wanted = [local_part(p) for p in model.parameters() if p.requires_grad and shards]
             gathered = sum(p.numel() * p.element_size() for p in wanted)
-            self._kinds[key] = Kind(recorded, options, networks, gathered, bool(whole))
+            self._kinds[key] = Kind(
+                recorded, options, networks, gathered, bool(whole), self._host_part
+            )
         return self._kinds[key]
+
+    @property
+    def _host_part(self) -> int | None:
+        return None if self.host_limit is None else self.host_limit // len(self.views)
 
     def _opaque_in(self, path: str) -> tuple[str, ...]:
         """Return the user's opaque submodules inside a block, by their paths there."""
@@ -362,6 +368,7 @@ class RecordedBlocks:
             self_test=self.settings.self_test
             and not kind.is_spread,  # `_test` compares, on all processes
             most_kept_bytes=option.saved_bytes,
+            host_budget=None if self.host_limit is None else max(1, option.host_bytes),
             opaque=self._opaque_in(path),
         )
         make = LockstepModule if kind.is_spread else PlannedModule

@@ -51,6 +51,7 @@ def offload_of(
         if copies is None:
             folder = None if where == HOST else where.removeprefix(DISK)
             copies = _copies[key] = copies_for(device, folder)
+        copies.is_limited |= host_bytes is not None
         if link is None:
             if key not in _measured:
                 _measured[key] = Link(*measured_link(copies, device))

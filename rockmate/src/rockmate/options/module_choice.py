@@ -14,6 +14,10 @@ Dynamic programming over i, on the undominated pairs (K, time), finds the fastes
 exact and linear in their number. If there are more than `_MOST_STATES`, K is rounded up, which is
 safe. With several micro-batches in flight, the bytes that one holds between its passes count once
 for each other one. The table is made once for each bound on these bytes.
+
+What is elsewhere may have a limit for all modules together. A byte there then gets a price in time,
+and the same program finds the two choices between which the best one lies. From these on, modules
+get faster options one by one, as long as there is room.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from rockmate.options.options import BlockOption
 _Array = npt.NDArray[Any]
 _MOST_STATES = 4000
 _NEVER = 1 << 60  # bytes that nothing has room for
+_MOST_PRICES = 30  # of a byte elsewhere, to try
 _SHARES = 48  # number of bounds to try on the bytes that a micro-batch in flight holds
 
 
@@ -61,6 +66,7 @@ class StepMemory:
     turn_bytes: int  # peak between the last forward and the first backward
     held_bytes: int  # in use at the end of the forward
     in_flight: int = 1  # largest number of micro-batches between forward and backward
+    host_limit: int | None = None  # most bytes elsewhere of all modules of one micro-batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,16 +191,88 @@ def peak_of(step: StepMemory, options: Sequence[int]) -> int:
 
 
 def choose(step: StepMemory, budget_bytes: int) -> Choice | None:
-    """Return the choice of least extra time whose peak is within the budget, or None."""
+    """Return the choice of least extra time whose peak is within the budget, or None.
+
+    With a limit for what is elsewhere it may be slower than the best, but no option of one module
+    makes it faster, and it is no slower than the best of equal parts for all modules.
+    """
+    fast = _fastest_of_all(step, budget_bytes)
+    limit = step.host_limit
+    if fast is None or limit is None or _there(step, fast) <= limit:
+        return _choice(step, fast)
+    slow = _least_elsewhere(step, budget_bytes)
+    if slow is None or _there(step, slow) > limit:
+        return None
+    part = limit // len(step.calls)
+    small = [{n for n, o in enumerate(c.options) if o.host_bytes <= part} for c in step.calls]
+    equal = _fastest_of_all(only(step, small), budget_bytes)
+    found = [way for way in (slow, equal) if way is not None]
+    for _ in range(_MOST_PRICES):  # at which both are as good; another is better, or there is none
+        saved_ms = _time(step, slow) - _time(step, fast)
+        price = saved_ms / (_there(step, fast) - _there(step, slow))
+        between = _fastest_of_all(_priced(step, price), budget_bytes)
+        if between is None or saved_ms <= 0 or between in (fast, slow):
+            break
+        if _there(step, between) > limit:
+            fast = between
+        else:
+            slow = between
+            found.append(between)
+    better = (_with_all_room(step, way, budget_bytes) for way in dict.fromkeys(found))
+    return _choice(step, min(better, key=lambda way: _time(step, way)))
+
+
+def _choice(step: StepMemory, found: tuple[int, ...] | None) -> Choice | None:
+    return None if found is None else Choice(found, peak_of(step, found), _time(step, found))
+
+
+def _least_elsewhere(step: StepMemory, budget_bytes: int) -> tuple[int, ...] | None:
+    longest_ms = sum(max(option.overhead_ms for option in call.options) for call in step.calls)
+    return _fastest_of_all(_priced(step, 1 + longest_ms), budget_bytes)
+
+
+def _priced(step: StepMemory, price: float) -> StepMemory:
+    """Return a step in which each byte elsewhere takes some time."""
+    calls = []
+    for call in step.calls:
+        options = (
+            replace(option, overhead_ms=option.overhead_ms + price * option.host_bytes)
+            for option in call.options
+        )
+        calls.append(replace(call, options=tuple(options)))
+    return replace(step, calls=tuple(calls))
+
+
+def _with_all_room(
+    step: StepMemory, options: tuple[int, ...], budget_bytes: int
+) -> tuple[int, ...]:
+    """Return a choice in which no module has a faster option that also fits."""
+    assert step.host_limit is not None
+    while True:
+        best = options
+        for place, call in enumerate(step.calls):
+            for number in range(len(call.options)):
+                other = (*options[:place], number, *options[place + 1 :])
+                if (
+                    _time(step, other) < _time(step, best)
+                    and _there(step, other) <= step.host_limit
+                    and peak_of(step, other) <= budget_bytes
+                ):
+                    best = other
+        if best == options:
+            return options
+        options = best
+
+
+def _fastest_of_all(step: StepMemory, budget_bytes: int) -> tuple[int, ...] | None:
+    """Return the fastest options within the budget, whatever is elsewhere."""
     found: tuple[int, ...] | None = None
     for most in _bounds(step):
         others = (step.in_flight - 1) * (step.held_bytes + (most or 0))
         chosen = _fastest(step, budget_bytes - others, most)
         if chosen is not None and (found is None or _time(step, chosen) < _time(step, found)):
             found = chosen
-    if found is None:
-        return None
-    return Choice(found, peak_of(step, found), _time(step, found))
+    return found
 
 
 def smallest_budget(step: StepMemory) -> int:
@@ -211,6 +289,9 @@ def smallest_budget(step: StepMemory) -> int:
 
 def _is_feasible(step: StepMemory, budget_bytes: int) -> bool:
     """Return whether there is a choice. All limits are upper ones, so the least K decides."""
+    if step.host_limit is not None:
+        least = _least_elsewhere(step, budget_bytes)
+        return least is not None and _there(step, least) <= step.host_limit
     for most in _bounds(step):
         others = (step.in_flight - 1) * (step.held_bytes + (most or 0))
         room, kept = budget_bytes - others, 0
@@ -261,12 +342,17 @@ def _time(step: StepMemory, options: Sequence[int]) -> float:
     return sum(call.options[number].overhead_ms for call, number in pairs)
 
 
+def _there(step: StepMemory, options: Sequence[int]) -> int:
+    pairs = zip(step.calls, options, strict=True)
+    return sum(call.options[number].host_bytes for call, number in pairs)
+
+
 def _bounds(step: StepMemory) -> Sequence[int | None]:
     """Return bounds to try on what all modules keep beyond the measured bytes; None: no bound."""
     if step.in_flight == 1:
         return [None]
-    least = sum(min(call.more_bytes) for call in step.calls)
-    most = sum(max(call.more_bytes) for call in step.calls)
+    kept = [[more for more in call.more_bytes if more < _NEVER] or [0] for call in step.calls]
+    least, most = sum(map(min, kept)), sum(map(max, kept))
     return sorted({least + (most - least) * i // _SHARES for i in range(_SHARES + 1)})
 
 

@@ -34,6 +34,7 @@ class BlockOption:
     cut: Hashable = None  # how its parts run in pieces of rows, or None
     moves: Moves = ()  # storages that are elsewhere for some steps
     moved_bytes: int = 0  # of these storages
+    host_bytes: int = 0  # that they take elsewhere, if there is a limit
 
     @property
     def peak_bytes(self) -> int:
@@ -52,6 +53,7 @@ class Grid:
 def measure_option(local: Problem, steps: Steps, moves: Moves = ()) -> BlockOption:
     """Return the option of some steps and moves, measured by the exact simulator."""
     timeline = simulate(local, steps, moves)
+    moved, link = {move.storage for move in moves}, local.link
     closing = end_of_forward(steps, len(local.nodes)) - 1
     return BlockOption(
         saved_bytes=timeline.peak_during[closing],
@@ -60,7 +62,10 @@ def measure_option(local: Problem, steps: Steps, moves: Moves = ()) -> BlockOpti
         overhead_ms=timeline.overhead_ms,
         steps=steps,
         moves=moves,
-        moved_bytes=sum(local.sizes[index] for index in {move.storage for move in moves}),
+        moved_bytes=sum(local.sizes[index] for index in moved),
+        host_bytes=0
+        if link is None or link.host_bytes is None
+        else sum(link.host_taken(local.sizes[index]) for index in moved),
     )
 
 
@@ -149,8 +154,8 @@ def _floor_bytes(local: Problem) -> int:
 def pareto(options: Iterable[BlockOption]) -> tuple[BlockOption, ...]:
     """Return the undominated options, fastest first."""
 
-    def key(o: BlockOption) -> tuple[float, int, int, int]:
-        return o.overhead_ms, o.saved_bytes, o.fwd_peak_bytes, o.bwd_peak_bytes
+    def key(o: BlockOption) -> tuple[float, int, int, int, int]:
+        return o.overhead_ms, o.saved_bytes, o.fwd_peak_bytes, o.bwd_peak_bytes, o.host_bytes
 
     kept: list[BlockOption] = []
     for option in sorted(options, key=key):

@@ -69,17 +69,25 @@ def options_of(problem: Problem, ways: Iterable[Way]) -> tuple[BlockOption, ...]
     return tuple(found)
 
 
-def module_options(problem: Problem, *, backend: str = "cp-sat") -> tuple[BlockOption, ...]:
+def module_options(
+    problem: Problem, *, backend: str = "cp-sat", host_part: int | None = None
+) -> tuple[BlockOption, ...]:
     """Return the undominated options of a module, fastest first.
 
-    `saved_bytes` includes the outputs, `bwd_peak_bytes` the gradients of the outputs.
+    `saved_bytes` includes the outputs, `bwd_peak_bytes` the gradients of the outputs. With
+    `host_part`, some of those that move take at most so much elsewhere.
     """
     count = len(problem.nodes)
     # A large module costs seconds per box, so it gets few boxes.
     grid = Grid(5, 10) if count <= 24 else Grid(4, 6) if count <= 48 else Grid(3, 4)
     ending = with_end_of_forward(problem)
     found = block_options(ending, block_solver(backend, _BOX_LIMIT), grid)
-    moving = [] if problem.link is None else _moving(ending, found)
+    moving = []
+    if (link := problem.link) is not None:
+        limits = link.host_bytes, link.host_bytes if host_part is None else host_part
+        for limit in dict.fromkeys(limits):
+            limited = dataclasses.replace(link, host_bytes=limit)
+            moving += _moving(dataclasses.replace(ending, link=limited), found)
     options = options_of(
         problem, (_without_end(problem, o.steps, o.moves) for o in (*found, *moving))
     )
