@@ -321,15 +321,13 @@ class RecordedStep:
 
     def _settings(self, attributes: Mapping[str, Mapping[str, Any]]) -> list[Setting]:
         """Return the values that it has read and then set, or [] if some are not plain."""
-        paths = {path for one in self.codes.seen.values() for path in one.paths}
         found: list[list[Setting] | None] = []
         for owner, content, path in self.outside.changed_of_module():
-            if content is not None and path in paths:
-                held = owner if isinstance(owner, dict) else vars(owner)
-                own = self.originals.get(id(owner), owner)
-                found.append(settings_of(owner, own, content, held.keys() | content.keys(), path))
-            elif path in paths:
+            if content is None:
                 return []
+            held = owner if isinstance(owner, dict) else vars(owner)
+            own = self.originals.get(id(owner), owner)
+            found.append(settings_of(owner, own, content, held.keys() | content.keys(), path))
         for path, name in self.settling:
             own = self.model.get_submodule(path)
             copied, before = self.twin.get_submodule(path), attributes[path]

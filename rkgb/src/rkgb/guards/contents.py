@@ -263,10 +263,6 @@ class Contents:
             if name is None:
                 yield owner, content
 
-    def of(self, owner: Any) -> Any:
-        """Return what an owner of which all counts held; None for others."""
-        return self._held.get((id(owner), None), (None, None))[1]
-
     def changed(self) -> Iterator[tuple[Any, str | None]]:
         """Yield the owners that hold something else, but for copies that were lent."""
         for (_, name), (owner, content) in self._held.items():

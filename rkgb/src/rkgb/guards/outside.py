@@ -295,9 +295,13 @@ class Outside:
                 text = f"reads the {source.told}, which is too long to be compared at every call"
             if text:
                 yield max(sources.paths[key]), f"{text} ({source.where})"
-        yield from self._of_classes(sources, {p for one in seen for p in one.paths}, owners)
-        passed = self._direct if of_piece else frozenset[int]()
-        yield from self._of_modules(sources, {p for one in seen for p in one.paths}, passed)
+        paths = {path for one in seen for path in one.paths}
+        yield from self._of_classes(sources, paths, owners)
+        if of_piece:
+            yield from self._of_modules(sources, paths, self._direct)
+        else:  # a forward may reach into any module, also one that it does not call
+            every = {path for path, _ in self._twin.named_modules()}
+            yield from self._of_modules(sources, every, frozenset())
 
     def _keep(self, source: Source, reached: Reached) -> None:
         """Remember where something is that changes by being used."""

@@ -21,20 +21,18 @@ from torch import nn
 from rkgb.elements.module_paths import is_inside
 from rkgb.errors import SideEffectError, in_module
 from rkgb.guards.code_watch import Seen
-from rkgb.guards.contents import CONTAINERS
 from rkgb.module_state.start_of_call import ModuleState, draw_from_numpy, numpy_state
 from rkgb.safeguards.other_threads import changes_meanwhile, may_draw, same_state
 from rkgb.safeguards.refusals import place_of
-from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.tensor_facts import placed_parameters
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
 
 
 class KeptState(ModuleState):
-    """The attributes of every module of a model as they were, and what has changed since.
+    """The attributes of every module of a model and of its parameters as they were.
 
-    Those of parameters, too: what runs `whole` may set them.
+    Those of parameters that run `whole` may be set.
     """
 
     def __init__(self, model: nn.Module, whole: Sequence[str] = ()) -> None:
@@ -51,7 +49,7 @@ class KeptState(ModuleState):
         ignored: Callable[[], bool] = lambda: False,
         ran: Iterable[Seen] = (),
     ) -> None:
-        """Refuse a forward that has changed an attribute or drawn from Python's `random`.
+        """Refuse a forward that has set an attribute of a parameter, or drawn by Python.
 
         Changes inside `ignored()` do not count. Draws of another thread do not count either, if
         none of the user's functions that `ran` may draw.
@@ -77,11 +75,6 @@ class KeptState(ModuleState):
                 f"{source} in {in_module(path)}",
                 module_path=path,
             )
-        for path, module, _ in self.modules:
-            for name, value in vars(module).items():
-                what = self._change(name, value)
-                if what is not None:
-                    self._refuse(path, module, name, what, run_again)
         for path, parameter, attributes in self.of_parameters:
             now = vars(parameter)
             for name in {**attributes, **now}:
@@ -94,29 +87,6 @@ class KeptState(ModuleState):
                         f"parameter '{path}'",
                         module_path=path.rpartition(".")[0],
                     )
-
-    def _change(self, name: str, value: Any) -> str | None:
-        """Return the change of a container's content in words, or None."""
-        if name.startswith("_") or not isinstance(value, CONTAINERS):
-            return None
-        content = self.contents.of(value)
-        if content is None or len(content) == len(value):
-            return None
-        kind = type(value).__name__
-        return f"changes ({kind} of {len(content)} -> {kind} of {len(value)})"
-
-    def _refuse(
-        self, path: str, module: nn.Module, name: str, what: str, run_again: Callable[[], object]
-    ) -> None:
-        source = _where_set(self.model, module, name, run_again)
-        verb, _, values = what.partition(" (")
-        raise SideEffectError.to_capture(
-            type(self.model).__name__,
-            f"keep the attribute '{name}' in a buffer, or change it outside of forward",
-            f"its forward {verb} it ({values}, which a recording would freeze",
-            f"{source} in {in_module(path)}" if source else in_module(path),
-            module_path=path,
-        )
 
 
 class Printed(io.StringIO):
@@ -155,23 +125,6 @@ class Printed(io.StringIO):
 
 def _here(model: nn.Module) -> tuple[str, str]:
     return place_of(model, reversed(list(traceback.walk_stack(sys._getframe(2)))))
-
-
-def _where_set(
-    model: nn.Module, module: nn.Module, name: str, run_again: Callable[[], object]
-) -> str:
-    """Return 'file.py:12 (code)' of the first line that sets an attribute of `module`."""
-    found: list[str] = []
-    original = nn.Module.__setattr__
-
-    def watching(self: nn.Module, key: str, value: Any) -> None:
-        if self is module and key == name and not found:
-            found.append(_here(model)[1])
-        original(self, key, value)
-
-    with Patches([(nn.Module, "__setattr__", watching)]):
-        run_again()
-    return found[0] if found else ""
 
 
 def _where_drawn(
