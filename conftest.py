@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 from collections import Counter
@@ -100,32 +99,10 @@ def _rules_of_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
             yield
 
 
-# Folders of tests that run plans, and assert nothing of how good they are.
-_ONLY_RUN = {"rockmate", "examples"}
-_OF_PLANS = {"plans", "solvers"}
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _little_search(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let every planner take its part and end soon where plans are only run.
+    """For a whole file: what its tests share is planned before the first of them begins."""
+    from runs.little_search import little_search
 
-    A third of the time of such tests went into searches for plans that are a little faster.
-    It holds for a whole file: what tests share is planned before the first of them begins.
-    """
-    around = set(request.path.relative_to(request.config.rootpath).parts)
-    if not around & _ONLY_RUN or around & _OF_PLANS:
-        yield
-        return
-    from rockmate.options.options import Grid
-    from rockmate.planners import chain
-    from rockmate.planners.effort import EFFORTS
-    from rockmate.solvers import bound
-
-    work = {"windows": 1, "window_limit": 0.005, "block_limit": 0.01, "bound_cuts": 0}
-    whole = {"whole_limit": 0.01, "hinted_limit": 0.01, "unhinted_limit": 0.01}
-    little = dataclasses.replace(EFFORTS["fast"], **work, **whole)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(EFFORTS, "fast", little)
-        patched.setattr(chain, "_grid", lambda nodes: Grid(2, 3))
-        patched.setattr(bound, "_INTEGER_NODES", 0)  # the linear program alone
+    with little_search(request.path):
         yield
