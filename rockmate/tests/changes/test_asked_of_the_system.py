@@ -88,7 +88,10 @@ def test_it_is_seen(kind: str) -> None:
 
 
 class Named(OrderedDict[str, int]):
-    """Has methods that are written in C."""
+    """Has methods that are written in C, also behind one of its own."""
+
+    def values(self) -> Any:
+        return super().values()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,7 @@ class Named(OrderedDict[str, int]):
         lambda: nn.Linear(2, 2)(torch.ones(2)),
         lambda: json.dumps({"a": 1}),
         lambda: sorted([2, 1], key=lambda v: -v),
-        lambda: [*Named(a=1).items()],
+        lambda: [*Named(a=1).items(), *Named(a=1).values()],
         lambda: re.sub("a", "b", "a").encode(),
     ],
 )

@@ -55,6 +55,8 @@ def _computed(h: Tensor, how: Any) -> Tensor:
             return h + 2 if how is Mode.ADD else h * 2
         case Choice():
             return h * how.scale + len(how.words)
+        case torch.Size():
+            return h * how.numel()
         case dict() | list():
             for value in how.values() if isinstance(how, dict) else how:
                 h = _computed(h, value)
@@ -137,6 +139,7 @@ def test_numbers_reach_what_is_computed_again() -> None:
         [[0.5, [2, "ab"]], [0.25, [2, "ab"]], [0.25, [2, "a"]], [0.25, [3, "a"]]],
         [0.0, -0.0, 1e-30],
         [1, 1.0, True],
+        [torch.Size([2, 3]), torch.Size([3, 3]), [torch.Size([2])]],
     ],
     ids=str,
 )

@@ -196,6 +196,7 @@ class _Recording:
             repeats=not asked.runs_pieces or not (self.opaque or self.functions),
         )
         refused: ReadsBeforeError | None = None
+        is_again = False
         while True:
             step = RecordedStep(model, sample, asked, way)
             self.places = step.places
@@ -203,6 +204,10 @@ class _Recording:
             refuse_hooks_inside(model, way.opaque)
             try:
                 basic = step.run(self.kind)
+                if step.outside.remembers and not is_again:
+                    is_again = True  # later calls read these results
+                    stream.restore()
+                    continue
                 settled.refuse_others(basic.ops)
                 return replace(basic, sources=settled.sources(basic.sources))
             except ReadsDataError:

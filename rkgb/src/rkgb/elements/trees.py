@@ -50,6 +50,8 @@ class _Object:
     def make(self, leaves: Iterator[Any]) -> Any:
         items, *values = self.content._take(leaves)
         kind: Any = self.kind
+        if kind is torch.Size:
+            return kind(items)
         made = tuple.__new__(kind, items) if issubclass(kind, tuple) else kind.__new__(kind)
         if isinstance(made, dict):
             dict.update(made, items)
@@ -123,9 +125,12 @@ def _refuse_uncopied(constant: _Constant) -> None:
 def _flatten(
     tree: Any, leaves: list[Any], own: Mapping[int, Any] | None, above: tuple[int, ...]
 ) -> Structure:
-    values, spec = pytree.tree_flatten(tree)
+    values, spec = pytree.tree_flatten(tree, _is_size)  # of which pytree makes a plain tuple
     inner: list[_Object | _Constant | None] = []
     for value in values:
+        if type(value) is torch.Size:
+            inner.append(_Object(torch.Size, (), _flatten(([*value],), leaves, own, above)))
+            continue
         if isinstance(value, (Tensor, *_PLAIN)) or not holds_tensors(value):
             known = own is None or isinstance(value, (Tensor, *_PLAIN, *_CLOSED))
             if known or id(value) in own:  # type: ignore[operator]
@@ -143,6 +148,10 @@ def _flatten(
         content = _flatten(parts, leaves, own, (*above, id(value)))
         inner.append(_Object(type(value), names, content))
     return Structure(spec, tuple(inner))
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is torch.Size
 
 
 def _parts(value: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:

@@ -244,6 +244,10 @@ class Contents:
         """Let functions forget their results later, if they have none now."""
         self._caches += (cached for cached in caches if not cached.cache_info().currsize)
 
+    def keep_results(self) -> None:
+        """Let functions remember their results."""
+        self._caches.clear()
+
     def as_now(self) -> Contents:
         """Return what the same owners hold now."""
         now = Contents()

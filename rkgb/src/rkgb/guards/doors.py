@@ -16,7 +16,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from enum import Enum
-from types import FrameType, ModuleType
+from types import (
+    ClassMethodDescriptorType,
+    FrameType,
+    MethodDescriptorType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
@@ -26,6 +32,7 @@ from rkgb.guards.owners import hands_on, is_users
 from rkgb.torch_api.private.flags import named_kernel_flags
 
 _TORCHS = "torch._C"
+_IN_C = (MethodDescriptorType, ClassMethodDescriptorType, WrapperDescriptorType)
 # Of the module that asks the system, what gives the same at every call, or changes nothing seen.
 _STEADY = frozenset(("fspath", "getpid", "getppid", "cpu_count", "strerror", "close", "_exit"))
 _CLOCKS = frozenset(
@@ -98,7 +105,9 @@ def _home(called: Any, holder: Any) -> str:
     name = called.__name__
     if name.startswith(("__reduce", "__getstate")):
         return "builtins.object"
-    kind = next((base for base in holder.__mro__ if name in vars(base)), holder)
+    # A method of a class that derives from it, which is written in Python, may have the name, too.
+    entries = (vars(base).get(name) for base in holder.__mro__)
+    kind = next((entry.__objclass__ for entry in entries if isinstance(entry, _IN_C)), holder)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -122,7 +131,7 @@ def _doors() -> dict[str, dict[str, Door]]:
         add(f"_thread.{kind}", ("locked", "_is_owned"), system)
     add("builtins.type", ("__subclasses__",), system)
     add("torch._C.Generator", ("initial_seed", "get_state", "seed"), system)
-    add("random.Random", ("getstate",), system)
+    add("_random.Random", ("getstate",), system)
     for kind in ("date", "datetime"):
         add(f"datetime.{kind}", ("now", "today", "utcnow"), system)
     frames = ("_getframe", "_current_frames", "getrefcount", "gettrace", "getprofile")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from itertools import chain, repeat
+from itertools import chain, pairwise, repeat
 from operator import attrgetter, is_
 from types import CellType, MappingProxyType
 from typing import Any
@@ -143,6 +143,20 @@ def dict_behind(view: Any) -> dict[Any, Any]:
     """Return the dict that a proxy or a view shows, such as the attributes of a class."""
     (found,) = (held for held in gc.get_referents(view) if isinstance(held, dict))
     return found
+
+
+def remembered(cached: Any) -> tuple[dict[Any, Any], list[Any]]:
+    """Return the results of a function that remembers them: by key as it keeps them, and as such.
+
+    One that remembers all has the results in its dict, another has links to them.
+    """
+    held, own = gc.get_referents(cached), attributes_of(cached)
+    table = next(one for one in reversed(held) if type(one) is dict and one is not own)
+    after = {id(one): following for one, following in pairwise(held)}
+    links = "_lru_list_elem"
+    return table, [
+        after[id(key)] if type(held).__name__ == links else held for key, held in table.items()
+    ]
 
 
 def attributes_of(value: Any) -> dict[Any, Any] | None:

@@ -15,12 +15,12 @@ from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from rkgb.errors import SideEffectError, in_module
 from rkgb.guards.code_watch import Seen
 from rkgb.guards.contents import OF_MODULE, Contents, Reached, has_content, is_used_up
-from rkgb.guards.entries import cell_content
+from rkgb.guards.entries import cell_content, remembered
 from rkgb.guards.loads import loads_of
 from rkgb.guards.owners import is_users
 from rkgb.guards.sources import Source, Sources, function_named, look_up, see_frozen, unbound
@@ -162,10 +162,13 @@ class Outside:
     def __init__(self, twin: nn.Module) -> None:
         self.contents = Contents()
         self.held = Contents()  # of the copy of the module
+        self.remembers = False  # whether functions have new results, which later calls read
         self._twin, self._inside = twin, {*map(id, twin.modules())}
         self._paths: dict[int, tuple[str, str]] = {}  # of owners: module, and attribute
         self._direct: set[int] = set()  # containers that are attributes themselves
         self._local: set[int] = set()  # codes of functions that are made while it runs
+        # Functions that remember their results, by identity, and by what they did before.
+        self._cached: dict[int, tuple[Any, list[Any]]] = {}
         for path, module in twin.named_modules():
             for name, value in vars(module).items():
                 if name not in OF_MODULE and value is not None:
@@ -210,6 +213,8 @@ class Outside:
         caches = [cached for cached in reached.caches if is_users(cached.__module__)]
         self.contents.add_caches(caches)
         _caches.update(caches)
+        for cached in caches:
+            self._cached.setdefault(id(cached), (cached, [*remembered(cached)[0]]))
         self._local.update(id(c) for c in code.co_consts if hasattr(c, "co_code"))
 
     def _refuse_defaults(self, seen: Seen, frame: FrameType) -> None:
@@ -254,6 +259,24 @@ class Outside:
                 in_module(path),
                 module_path=path,
             )
+        self.contents.keep_results()
+        self.remembers = any(map(self._new_keys, self._cached))
+
+    def _new_keys(self, cached: int) -> list[Any]:
+        """Return by what a function remembers results that it has computed meanwhile."""
+        function, before = self._cached[cached]
+        known = {*map(id, before)}
+        return [key for key in remembered(function)[0] if id(key) not in known]
+
+    def _remembers_by_object(self, caches: Iterable[Any]) -> bool:
+        """Whether functions remember results by what is another object in each call, or copy."""
+        known = [id(cached) for cached in caches if id(cached) in self._cached]
+        parts = [key for cached in known for key in self._new_keys(cached)]
+        for part in parts:  # grows while it is walked
+            if isinstance(part, (nn.Module, Tensor)) or id(part) in self._paths:
+                return True
+            parts += part if isinstance(part, tuple) else ()
+        return False
 
     def changed_of_module(self) -> Iterator[tuple[Any, Mapping[Any, Any] | None, str]]:
         """Yield what the module leads to and holds otherwise: with what it held, and the path."""
@@ -291,6 +314,8 @@ class Outside:
                 text = f"uses the {source.told} ({_kinds(reached)})"
                 self._keep(source, reached)
                 _leading.setdefault(key, (source, sources.attributes))
+            elif self._remembers_by_object(reached.caches):
+                text = f"calls the {source.told}, which remembers results by tensors or modules"
             elif reached.long:
                 text = f"reads the {source.told}, which is too long to be compared at every call"
             if text:
@@ -315,10 +340,12 @@ class Outside:
     def _of_classes(
         self, sources: Sources, paths: set[str], owners: Collection[tuple[int, str | None]]
     ) -> Iterator[tuple[str, str]]:
-        for path, module in self._twin.named_modules() if owners else ():
+        for path, module in self._twin.named_modules() if owners or self._cached else ():
             for kind in type(module).__mro__ if path in paths else ():
                 reached = Reached(sources.attributes)
                 reached.add(kind)
+                if self._remembers_by_object(reached.caches):
+                    yield path, f"calls a method of {kind.__qualname__} that remembers results"
                 if any((id(owner), None) in owners for owner in reached.owners.values()):
                     source = Source(partial(_itself, kind), "", "", "")
                     _leading.setdefault((id(kind), None), (source, sources.attributes))

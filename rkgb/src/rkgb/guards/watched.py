@@ -7,7 +7,6 @@ identity, and by what their attributes hold that the forward's Python asks for.
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from abc import ABCMeta
@@ -25,7 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rkgb.guards.entries import ABSENT, Attribute, Entries, Items, attributes_of, dict_behind
+from rkgb.guards.entries import (
+    ABSENT,
+    Attribute,
+    Entries,
+    Items,
+    attributes_of,
+    dict_behind,
+    remembered,
+)
 from rkgb.guards.holding import (
     BOUND,
     CACHED,
@@ -280,14 +287,13 @@ class Watched:
 
     def _cached(self, value: Any, depth: int) -> Hashable:
         """Return what a function counts as that remembers its results: what it has until now."""
-        found, own = self._object(value, depth), attributes_of(value)
-        inside = (held for held in gc.get_referents(value) if type(held) is dict)
-        (table,) = (held for held in inside if held is not own)
+        found, (table, results) = self._object(value, depth), remembered(value)
         if not table:  # a recording computes what it will remember, and a later call reads that
             self.entries(table).add_check(lambda: not table)
-        for key, result in table.items():
-            self.entries(table).note(key, result)
-        return found, *((Same(key), self.worth(result, depth + 1)) for key, result in table.items())
+        for key, held in table.items():
+            self.entries(table).note(key, held)
+        pairs = zip(table, results, strict=True)
+        return found, *((Same(key), self.worth(result, depth + 1)) for key, result in pairs)
 
     def _followed(self, value: Any, depth: int) -> Hashable:
         kind = type(value)

@@ -1,0 +1,165 @@
+"""Functions under `lru_cache`: what they remember after each step is what plain steps leave."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rockmate import Rockmate
+
+ROOM_BYTES = 1_000_000  # more than any of these takes
+
+
+class Calls(nn.Module):
+    """It calls a function between two layers."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(8, 8), nn.Linear(8, 4), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(torch.tanh(self.first(x))))
+
+
+class WithMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 4), 1.0
+
+    @functools.lru_cache  # noqa: B019 (as users do)
+    def scaled(self, size: int) -> float:
+        return self.scale * size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scaled(x.shape[0])
+
+
+class KeyedByBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("table", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * _doubled(self.table)
+
+
+@functools.lru_cache(maxsize=4)
+def _doubled(tensor: Tensor) -> Tensor:
+    return tensor * 2
+
+
+Made = tuple[nn.Module, Callable[[nn.Module, int], object]]
+MADE: dict[str, Callable[[], Made]] = {}
+
+
+def of(name: str) -> Callable[[Callable[[], Made]], None]:
+    return lambda maker: MADE.update({name: maker})
+
+
+@of("a method of a module")
+def _() -> Made:
+    WithMethod.scaled.cache_clear()
+    return WithMethod(), lambda model, step: setattr(model, "scale", 1.0 + step)
+
+
+@of("by a buffer")
+def _() -> Made:
+    _doubled.cache_clear()
+    return KeyedByBuffer(), lambda model, step: step == 2 and model.table.mul_(3)
+
+
+@of("by the input, which changes in place")
+def _() -> Made:
+    @functools.lru_cache(maxsize=4)
+    def summed(x: Tensor) -> Tensor:
+        return x.sum(0)
+
+    return Calls(lambda x: x + summed(GIVEN)), lambda _, step: step == 2 and GIVEN.mul_(3)
+
+
+GIVEN = torch.ones(6, 8)
+
+
+def _with_result(make: Callable[[], Any], read: Callable[[Any], Any], change: Any) -> Made:
+    @functools.lru_cache
+    def made() -> Any:
+        return make()
+
+    return Calls(lambda x: x * read(made())), lambda _, step: step > 1 and change(made(), step)
+
+
+@of("a dict")
+def _() -> Made:
+    def change(held: dict[str, float], step: int) -> None:
+        held["scale"] = float(step)
+
+    return _with_result(lambda: {"scale": 1.0}, lambda held: held["scale"], change)
+
+
+@of("an object")
+def _() -> Made:
+    def change(held: Any, step: int) -> None:
+        held.scales[0] = float(step)
+
+    return _with_result(lambda: SimpleNamespace(scales=[1.0]), lambda held: held.scales[0], change)
+
+
+@of("a tensor")
+def _() -> Made:
+    return _with_result(lambda: torch.ones(8), lambda held: held, lambda held, _: held.mul_(1.5))
+
+
+@of("what it counts, and evicts")
+def _() -> Made:
+    count = 0
+
+    @functools.lru_cache(maxsize=1)
+    def counted(_: int) -> float:
+        nonlocal count
+        count += 1
+        return float(count)
+
+    return Calls(lambda x: x * counted(1)), lambda _, step: step == 2 and counted(2)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_steps_are_those_of_plain_pytorch(name: str) -> None:
+    found: list[list[Tensor]] = []
+    state: Any = None
+    for is_planned in (False, True):
+        GIVEN.fill_(1)
+        torch.manual_seed(0)
+        model, change = MADE[name]()
+        state = copy.deepcopy(model.state_dict()) if state is None else state
+        model.load_state_dict(state)
+        called = Rockmate(model, (torch.randn(6, 8),), ROOM_BYTES) if is_planned else model
+        found.append([])
+        for step in range(4):
+            change(model, step)
+            torch.manual_seed(step)
+            out = called(torch.randn(6, 8))
+            out.sum().backward()
+            found[-1].append(out.detach().clone())
+    for expected, ours in zip(*found, strict=True):
+        assert torch.equal(expected, ours)
+
+
+def test_results_by_plain_values_are_constants_of_the_plan() -> None:
+    @functools.lru_cache
+    def table(size: int) -> Tensor:
+        return torch.linspace(0, 1, size)
+
+    planned = Rockmate(Calls(lambda x: x * table(8)), (torch.randn(6, 8),), ROOM_BYTES)
+    for _ in range(3):
+        planned(torch.randn(6, 8)).sum().backward()
+    assert planned.plan.opaque == ()
+    assert len(planned.plans) == 1
+    assert table.cache_info().currsize == 1
