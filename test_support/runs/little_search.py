@@ -26,7 +26,7 @@ def little_search(path: str | Path) -> Iterator[None]:
         yield
         return
     from rockmate.options.options import Grid
-    from rockmate.planners import chain
+    from rockmate.planners import chain, module_options
     from rockmate.planners.effort import EFFORTS
     from rockmate.solvers import bound
 
@@ -36,6 +36,8 @@ def little_search(path: str | Path) -> Iterator[None]:
     with (
         mock.patch.dict(EFFORTS, fast=little),
         mock.patch.object(chain, "_grid", return_value=Grid(2, 3)),
+        mock.patch.object(module_options, "_grid", return_value=Grid(3, 4)),
+        mock.patch.object(module_options, "_BOX_LIMIT", 0.01),
         mock.patch.object(bound, "_INTEGER_NODES", 0),  # the linear program alone
     ):
         yield

@@ -17,8 +17,8 @@ import torch
 
 _CODE = (
     "import runpy, sys; path, work, rank, world, folder, *args = sys.argv[1:]; "
-    "from runs.processes import join, leave; "
-    "join(int(rank), int(world), folder); "
+    "from runs.processes import join, leave; from runs.little_search import little_search; "
+    "join(int(rank), int(world), folder); search = little_search(path); search.__enter__(); "
     "runpy.run_path(path)[work](int(rank), *args); leave()"
 )
 _LOOK_S = 0.05

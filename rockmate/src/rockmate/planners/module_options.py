@@ -77,10 +77,8 @@ def module_options(
     `saved_bytes` includes the outputs, `bwd_peak_bytes` the gradients of the outputs. With
     `host_part`, some of those that move take at most so much elsewhere.
     """
-    count = len(problem.nodes)
-    # A large module costs seconds per box, so it gets few boxes.
-    grid = Grid(5, 10) if count <= 24 else Grid(4, 6) if count <= 48 else Grid(3, 4)
     ending = with_end_of_forward(problem)
+    grid = _grid(len(problem.nodes))
     found = block_options(ending, block_solver(backend, _BOX_LIMIT), grid)
     moving = []
     if (link := problem.link) is not None:
@@ -92,6 +90,11 @@ def module_options(
         problem, (_without_end(problem, o.steps, o.moves) for o in (*found, *moving))
     )
     return (options[0], *pareto(options[1:])) if moving else options  # the first keeps everything
+
+
+def _grid(nodes: int) -> Grid:
+    # A large module costs seconds per box, so it gets few boxes.
+    return Grid(5, 10) if nodes <= 24 else Grid(4, 6) if nodes <= 48 else Grid(3, 4)
 
 
 def _moving(ending: Problem, still: Sequence[BlockOption]) -> list[BlockOption]:
