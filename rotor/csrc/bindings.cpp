@@ -41,7 +41,8 @@ std::vector<OpTuple> to_tuples(const std::vector<rotor::Op>& ops) {
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
-    module.doc() = "Compiled dynamic program over a chain of stages; see test_support/oracles/recurrence.py.";
+    module.doc() =
+        "Compiled dynamic program over a chain of stages; see test_support/oracles/recurrence.py.";
     using rotor::ChainTable;
     py::class_<ChainTable>(module, "ChainTable")
         .def(py::init([](const std::vector<StageTuple>& stages, std::int64_t unit_bytes,
