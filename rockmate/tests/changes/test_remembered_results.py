@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rockmate import Rockmate
+from rockmate import Rockmate, largest_batch
 
 ROOM_BYTES = 1_000_000  # more than any of these takes
 
@@ -163,3 +163,16 @@ def test_results_by_plain_values_are_constants_of_the_plan() -> None:
     assert planned.plan.opaque == ()
     assert len(planned.plans) == 1
     assert table.cache_info().currsize == 1
+
+
+def test_no_function_remembers_tensors_without_content() -> None:
+    @functools.lru_cache
+    def table(size: int) -> Tensor:
+        return torch.linspace(0, 1, size)
+
+    model = Calls(lambda x: x * table(8))
+    for _ in range(2):  # an earlier estimate leaves nothing for the next one
+        largest_batch(model, lambda batch: torch.randn(batch, 8), memory="1MB")
+        assert type(table(8)) is Tensor
+        assert torch.equal(table(8), torch.linspace(0, 1, 8))
+        table.cache_clear()

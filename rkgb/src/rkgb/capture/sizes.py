@@ -19,6 +19,7 @@ from rkgb.elements.op import Op, map_refs
 from rkgb.elements.sample import Sample, bind_inputs
 from rkgb.elements.trees import flatten
 from rkgb.graphs.basic import BackwardKind, BasicGraph
+from rkgb.guards.outside import forget_stand_ins
 from rkgb.torch_api.private.modes import without_content
 from rkgb.torch_api.quiet import without_warnings
 from rkgb.torch_api.tensor_facts import leaf_of_kind, placed_parameters
@@ -180,4 +181,7 @@ def _bare_call(
         twin = deep_copy(model, made, lambda tensor: bare(tensor).detach())
         leaves, structure = flatten(bind_inputs(inputs, kwargs))
         args, keywords = structure.unflatten([bare(leaf) for leaf in leaves])
-        yield twin, Sample.of(twin, args, keywords)
+        try:
+            yield twin, Sample.of(twin, args, keywords)
+        finally:
+            forget_stand_ins()

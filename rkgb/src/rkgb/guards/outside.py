@@ -24,6 +24,8 @@ from rkgb.guards.entries import cell_content, remembered
 from rkgb.guards.loads import loads_of
 from rkgb.guards.owners import is_users
 from rkgb.guards.sources import Source, Sources, function_named, look_up, see_frozen, unbound
+from rkgb.torch_api.private.modes import is_abstract
+from rkgb.torch_api.private.tables import pytree
 from rkgb.torch_api.quiet import set_profile
 
 # Places that forwards were seen to change, of all models: few, and looked at by planning only.
@@ -32,6 +34,16 @@ _changing: dict[tuple[int, str | None], tuple[Callable[[], Any], str | None]] = 
 _leading: dict[Hashable, tuple[Source, frozenset[str]]] = {}
 # Functions of users that remember their results, and had none before a forward called them.
 _caches: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def forget_stand_ins(caches: Iterable[Any] = _caches) -> None:
+    """Let functions forget their results where one is a tensor without content."""
+    for cached in filter(_has_stand_ins, [*caches]):
+        cached.cache_clear()
+
+
+def _has_stand_ins(cached: Any) -> bool:
+    return any(map(is_abstract, pytree.tree_leaves(remembered(cached)[1])))
 
 
 class OutsideState:
@@ -210,11 +222,13 @@ class Outside:
         for owner in reached.owners.values():
             if id(owner) not in self._paths:
                 self.contents.add(owner)
-        caches = [cached for cached in reached.caches if is_users(cached.__module__)]
+        known = self._cached
+        caches = [c for c in reached.caches if is_users(c.__module__) and id(c) not in known]
+        forget_stand_ins(caches)
         self.contents.add_caches(caches)
         _caches.update(caches)
         for cached in caches:
-            self._cached.setdefault(id(cached), (cached, [*remembered(cached)[0]]))
+            known[id(cached)] = cached, [*remembered(cached)[0]]
         self._local.update(id(c) for c in code.co_consts if hasattr(c, "co_code"))
 
     def _refuse_defaults(self, seen: Seen, frame: FrameType) -> None:
@@ -244,6 +258,7 @@ class Outside:
     def close(self) -> None:
         """Put everything back."""
         self.contents.restore()
+        forget_stand_ins(cached for cached, _ in self._cached.values())
 
     def refuse(self, seen: Iterable[Seen], copies: Mapping[int, Any]) -> None:
         """Refuse what changes something, or uses it up.
@@ -259,8 +274,9 @@ class Outside:
                 in_module(path),
                 module_path=path,
             )
-        self.contents.keep_results()
-        self.remembers = any(map(self._new_keys, self._cached))
+        if not any(_has_stand_ins(cached) for cached, _ in self._cached.values()):
+            self.contents.keep_results()
+            self.remembers = any(map(self._new_keys, self._cached))
 
     def _new_keys(self, cached: int) -> list[Any]:
         """Return by what a function remembers results that it has computed meanwhile."""
