@@ -41,6 +41,20 @@ OBJECTS = {
         changes=("scale_N.cache_clear()",),
         weight=0.5,
     ),
+    "table of a function": Form(
+        "x = x * table_N(x.shape[-1])",
+        top="@functools.lru_cache(maxsize=2)\ndef table_N(size):\n"
+        "    return torch.linspace(0.5, 1, size)\n",
+        changes=("table_N.cache_clear()", "table_N(8).mul_(0.9)", "table_N(3)"),
+    ),
+    "memory of an object": Form(
+        "x = x * self.memory_N.scale(x.dim())",
+        "self.memory_N = Memory_N()",
+        top="class Memory_N:\n    base = 0.5\n\n    @functools.lru_cache\n"
+        "    def scale(self, number):\n        return self.base / number\n",
+        changes=("OWN.memory_N.base = VALUE", "type(OWN.memory_N).scale.cache_clear()"),
+        weight=0.5,
+    ),
     "property": Form(
         "x = x * self.dial_N.scale",
         "self.dial_N = Dial_N()",

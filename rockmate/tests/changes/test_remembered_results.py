@@ -76,6 +76,28 @@ def _() -> Made:
     return KeyedByBuffer(), lambda model, step: step == 2 and model.table.mul_(3)
 
 
+class Memory:
+    """Is copied with the module that holds it."""
+
+    base = 0.5
+
+    @functools.lru_cache  # noqa: B019 (as users do)
+    def scale(self, number: int) -> float:
+        return self.base / number
+
+
+@of("a method of an object")
+def _() -> Made:
+    model = Calls(torch.relu)
+    model.memory = Memory()
+    model.function = functools.partial(_scaled, model)
+    return model, lambda model, step: setattr(model.memory, "base", 0.5 + step)
+
+
+def _scaled(model: nn.Module, x: Tensor) -> Tensor:
+    return x * model.memory.scale(x.dim())
+
+
 @of("by the input, which changes in place")
 def _() -> Made:
     @functools.lru_cache(maxsize=4)

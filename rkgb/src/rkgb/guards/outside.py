@@ -21,6 +21,7 @@ from rkgb.errors import SideEffectError, in_module
 from rkgb.guards.code_watch import Seen
 from rkgb.guards.contents import OF_MODULE, Contents, Reached, has_content, is_used_up
 from rkgb.guards.entries import cell_content, remembered
+from rkgb.guards.holding import CACHED
 from rkgb.guards.loads import loads_of
 from rkgb.guards.owners import is_users
 from rkgb.guards.sources import Source, Sources, function_named, look_up, see_frozen, unbound
@@ -210,11 +211,13 @@ class Outside:
             if reached.used or not loads.stores.keys().isdisjoint(code.co_freevars):
                 for cell in _cells(seen, values):
                     self.contents.add(cell)
+        named_so = [seen.globals.get(code.co_name)]  # or what remembers for it
         if code.co_argcount:
             owner = frame.f_locals.get(code.co_varnames[0])
             seen.owners.add(type(owner))
             for kind in type(owner).__mro__:
                 reached.add(kind)
+                named_so.append(unbound(vars(kind).get(code.co_name)))
         named = function_named(seen)
         for function in _with_defaults(code, frame) if named is None else (named,):
             reached.add(function.__defaults__)
@@ -222,14 +225,18 @@ class Outside:
         for owner in reached.owners.values():
             if id(owner) not in self._paths:
                 self.contents.add(owner)
-        known = self._cached
-        caches = [c for c in reached.caches if is_users(c.__module__) and id(c) not in known]
-        forget_stand_ins(caches)
-        self.contents.add_caches(caches)
-        _caches.update(caches)
-        for cached in caches:
-            known[id(cached)] = cached, [*remembered(cached)[0]]
+        self._note_caches((*reached.caches, *named_so))
         self._local.update(id(c) for c in code.co_consts if hasattr(c, "co_code"))
+
+    def _note_caches(self, caches: Iterable[Any]) -> None:
+        """Know what functions remember before they run."""
+        kept = (c for c in caches if type(c) is CACHED and is_users(c.__module__))
+        new = [cached for cached in kept if id(cached) not in self._cached]
+        forget_stand_ins(new)
+        self.contents.add_caches(new)
+        _caches.update(new)
+        for cached in new:
+            self._cached[id(cached)] = cached, [*remembered(cached)[0]]
 
     def _refuse_defaults(self, seen: Seen, frame: FrameType) -> None:
         """Refuse a default that changes by being used, which the frame has got already.
@@ -284,15 +291,18 @@ class Outside:
         known = {*map(id, before)}
         return [key for key in remembered(function)[0] if id(key) not in known]
 
-    def _remembers_by_object(self, caches: Iterable[Any]) -> bool:
-        """Whether functions remember results by what is another object in each call, or copy."""
-        known = [id(cached) for cached in caches if id(cached) in self._cached]
-        parts = [key for cached in known for key in self._new_keys(cached)]
-        for part in parts:  # grows while it is walked
-            if isinstance(part, (nn.Module, Tensor)) or id(part) in self._paths:
-                return True
-            parts += part if isinstance(part, tuple) else ()
-        return False
+    def _of_caches(self, seen: Iterable[Seen]) -> Iterator[tuple[str, str]]:
+        """Yield functions that remember by what is another object in each call, or copy."""
+        ran = {id(one.code): one for one in seen}  # not what ran inside of a part that runs whole
+        for key, (cached, _) in self._cached.items():
+            one = ran.get(id(getattr(cached.__wrapped__, "__code__", None)))
+            parts = [] if one is None else self._new_keys(key)
+            for part in parts:  # grows while it is walked
+                if one and (isinstance(part, (nn.Module, Tensor)) or id(part) in self._paths):
+                    told = f"'{cached.__name__}' ({_line(one.code)})"
+                    yield max(one.paths), f"calls {told}, which remembers by tensors or objects"
+                    break
+                parts += part if isinstance(part, tuple) else ()
 
     def changed_of_module(self) -> Iterator[tuple[Any, Mapping[Any, Any] | None, str]]:
         """Yield what the module leads to and holds otherwise: with what it held, and the path."""
@@ -330,14 +340,13 @@ class Outside:
                 text = f"uses the {source.told} ({_kinds(reached)})"
                 self._keep(source, reached)
                 _leading.setdefault(key, (source, sources.attributes))
-            elif self._remembers_by_object(reached.caches):
-                text = f"calls the {source.told}, which remembers results by tensors or modules"
             elif reached.long:
                 text = f"reads the {source.told}, which is too long to be compared at every call"
             if text:
                 yield max(sources.paths[key]), f"{text} ({source.where})"
         paths = {path for one in seen for path in one.paths}
         yield from self._of_classes(sources, paths, owners)
+        yield from self._of_caches(seen)
         if of_piece:
             yield from self._of_modules(sources, paths, self._direct)
         else:  # a forward may reach into any module, also one that it does not call
@@ -356,12 +365,10 @@ class Outside:
     def _of_classes(
         self, sources: Sources, paths: set[str], owners: Collection[tuple[int, str | None]]
     ) -> Iterator[tuple[str, str]]:
-        for path, module in self._twin.named_modules() if owners or self._cached else ():
+        for path, module in self._twin.named_modules() if owners else ():
             for kind in type(module).__mro__ if path in paths else ():
                 reached = Reached(sources.attributes)
                 reached.add(kind)
-                if self._remembers_by_object(reached.caches):
-                    yield path, f"calls a method of {kind.__qualname__} that remembers results"
                 if any((id(owner), None) in owners for owner in reached.owners.values()):
                     source = Source(partial(_itself, kind), "", "", "")
                     _leading.setdefault((id(kind), None), (source, sources.attributes))
