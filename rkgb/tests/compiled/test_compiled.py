@@ -209,7 +209,7 @@ def test_the_other_form_keeps_more_and_has_the_same_bits() -> None:
     other = compile_code(joint, CPU, code).class_of(joint, CPU, None)
     check_bits(joint, CPU, other, code)
     count = len(joint.results)
-    kept_bytes = [sum(m.storage_bytes for m in c.results[count:]) for c in (code, other)]
+    kept_bytes = [sum(m.info.storage_bytes for m in c.results[count:]) for c in (code, other)]
     assert kept_bytes[0] < kept_bytes[1]
     assert (code.keeps_more, other.keeps_more) == (False, True)
     assert repr(code.forward) != repr(other.forward)
