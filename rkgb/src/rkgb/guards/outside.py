@@ -33,7 +33,7 @@ from rkgb.torch_api.quiet import set_profile
 _changing: dict[tuple[int, str | None], tuple[Callable[[], Any], str | None]] = {}
 # Sources that led to these: what they lead to later may be others.
 _leading: dict[Hashable, tuple[Source, frozenset[str]]] = {}
-# Functions of users that remember their results, and had none before a forward called them.
+# Functions of users that remember their results, of all models.
 _caches: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

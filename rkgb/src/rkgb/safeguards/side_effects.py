@@ -32,7 +32,7 @@ _TORCH_DIR = str(Path(torch.__file__).parent)
 class KeptState(ModuleState):
     """The attributes of every module of a model and of its parameters as they were.
 
-    Those of parameters that run `whole` may be set.
+    Parts that run `whole` may set those of parameters.
     """
 
     def __init__(self, model: nn.Module, whole: Sequence[str] = ()) -> None:

@@ -232,8 +232,10 @@ class BlockPlanner:
                 kind = self.blocks.kind_of[path]
                 calls.append(call_of(path, kind, self.blocks.numbers[path], spots, place))
         turn, before = spots[TURN], spots["begin"].next_peak_bytes
-        memory = StepMemory(tuple(calls), before, turn.next_peak_bytes, turn.bytes, self.in_flight)
-        memory = replace(memory, host_limit=self.blocks.host_limit)
+        memory = StepMemory(
+            *(tuple(calls), before, turn.next_peak_bytes, turn.bytes, self.in_flight),
+            host_limit=self.blocks.host_limit,
+        )
         return peak, largest(self.team.gather(memory))
 
     def _refuse_another_order(self, names: Sequence[str]) -> None:
