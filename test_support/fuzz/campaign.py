@@ -6,7 +6,6 @@ A process that dies or hangs ends one case; another process takes its place.
 from __future__ import annotations
 
 import collections
-import gc
 import itertools
 import multiprocessing
 import os
@@ -23,10 +22,9 @@ from fuzz.layers import BASES
 from fuzz.place import run_on
 from fuzz.script import script_of, source_of
 from fuzz.shrinking import shrink
+from runs.frozen import freeze
 
 MOST_SECONDS = 30.0  # for making a case small; three times as much processor time for an answer
-# Each case collects all garbage a few times: libraries' objects, 0.4 s at a time, are left out.
-_FREEZES_EVERY = 50
 _HANGS_SECONDS = 300.0  # without an answer, and without work or a wish for it
 
 
@@ -255,9 +253,8 @@ def _work(pipe: Connection, device: str) -> None:
             seed, verdict = pipe.recv()
         except EOFError:
             return
-        if answered % _FREEZES_EVERY == 1:
-            gc.collect()
-            gc.freeze()
+        if answered == 1:
+            freeze()
         case = draw_case(seed)
         try:
             if verdict is None:
