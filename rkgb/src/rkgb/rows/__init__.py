@@ -18,9 +18,10 @@ Placements are propagated as for distributed tensors, over time instead of over 
 cut along rows, whole, or a sum over pieces. Each rule is correct for all values. The first cut is
 found by trial, and operations without a rule stay whole. An elementwise write into what the run
 has made (`relu_`) becomes a new piece, if nothing reads the old one again. Read cuts.py (how a
-tensor is cut), rules.py (each kind of operation), pieces.py (a run of operations), memory.py
-(where results lie), call.py (how they run), node.py (one node in pieces), rewrite.py (which runs
-are worth cutting, and into a graph) and same_bits.py (pieces that have the bits of the whole).
+tensor is cut), rules.py (each kind of operation), pieces.py (a run of operations), channels.py
+(convolutions in parts), memory.py (where results lie), call.py (how they run), node.py (one node in
+pieces), rewrite.py (which runs are worth cutting, and into a graph) and same_bits.py (pieces that
+have the bits of the whole).
 """
 
 from rkgb.rows.rewrite import Cut, CutGraph, CutNode, cut_in_rows

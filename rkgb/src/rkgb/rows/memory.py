@@ -174,11 +174,11 @@ def parts_that_leave(
             and root not in written | {*basic.written_roots}
             and size_bytes <= infos[root].size_bytes
         ):
-            parts.update((name, _in_own_memory(name, infos[name])) for name in own)
+            parts.update((name, in_own_memory(name, infos[name])) for name in own)
     return parts
 
 
-def _in_own_memory(name: str, info: TensorInfo) -> TensorInfo:
+def in_own_memory(name: str, info: TensorInfo) -> TensorInfo:
     """Return the facts about a copy, whose dimensions lie in the same order."""
     stride = [0] * len(info.shape)
     order = sorted(range(len(stride)), key=lambda dim: (-info.stride[dim], dim))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -12,6 +12,7 @@ from rkgb.elements.tensor_info import TensorInfo
 from rkgb.errors import NotByPiecesError
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.rows.call import InPieces
+from rkgb.rows.channels import Channels
 from rkgb.rows.cuts import Cuts, Runs
 from rkgb.rows.losses import Scaled, counted, one_like
 from rkgb.rows.memory import parts_that_leave
@@ -29,18 +30,37 @@ class NodeInPieces:
         name, cuts, self.runs = rows
         self.sg, self.count, self.index = sg, math.prod(cuts), index
         self.node, self.infos = sg.nodes[index], sg.infos
-        self.forward = self._cutting(self.infos, {name: cuts}, same_bits)
-        for op in self.node.ops:
-            self.forward.add(op)
         self.made = {name for op in self.node.ops for name in op.results if name}
         self.makes_gradients = False
         # Values that the recording does not have, or not in memory of their own.
         self.added: dict[str, TensorInfo] = {}
+        self.inner: dict[str, TensorInfo] = {}  # the same, within a call
+        self.joined: set[str] = set()
+        ops = self._by_channels(self.node.ops, self.infos, self._left_to_others(), same_bits)
+        self.forward = self._cutting(self.infos, {name: cuts}, same_bits)
+        for op in ops:
+            self.forward.add(op)
 
     def _cutting(
         self, infos: Mapping[str, TensorInfo], seeds: Mapping[str, Cuts], same_bits: SameBits | None
     ) -> Cutting:
-        return Cutting(infos, self.count, seeds, self.runs, same_bits)
+        return Cutting(
+            {**infos, **self.inner}, self.count, seeds, self.runs, same_bits, joined=self.joined
+        )
+
+    def _by_channels(
+        self,
+        ops: Sequence[Op],
+        infos: Mapping[str, TensorInfo],
+        left: Collection[str],
+        same_bits: SameBits | None,
+    ) -> list[Op]:
+        """Return operations with convolutions in parts."""
+        channels = Channels(ops, infos, left, same_bits.of_series if same_bits else None)
+        parts = [*channels.in_parts()]
+        self.inner.update(channels.added)
+        self.joined |= channels.joined
+        return parts
 
     def replaced(self, wide: str = "") -> SimplifiedNode:
         """Return the node with a forward and a backward of one call each.
@@ -60,10 +80,8 @@ class NodeInPieces:
         pieces = replace(self.forward.pieces(roots), recorded=self._counted(self.forward, roots))
         main = self.node.main
         ops = (self._call(pieces, "forward", main), *views)
-        if backward is None:
-            return replace(self.node, name=self._name(), ops=ops)
-        call = self._call(backward, "backward", self.node.backward[0])
-        return replace(self.node, name=self._name(), ops=ops, backward=(call, *views_back))
+        calls = [self._call(pieces, "backward", self.node.backward[0]) for pieces in backward]
+        return replace(self.node, name=self._name(), ops=ops, backward=(*calls, *views_back))
 
     def _with_gradients(self) -> SimplifiedNode:
         """Return a loss whose forward makes its gradients, which the backward scales.
@@ -91,14 +109,17 @@ class NodeInPieces:
             before += counts
             instead[total] = counts[-1].name
         own_infos = {new: replace(infos[old], alias_of=new) for old, new in instead.items()}
-        cutting = self._cutting({**infos, **own_infos}, self.forward.seeds, None)
-        cutting.before += before
-        for op in node.ops:
-            cutting.add(op)
+        recorded = [*node.ops]
         for op in node.backward:
             args = map_refs(op.args, lambda name: Ref(instead.get(name, name)))
             results = tuple(instead.get(name, name) for name in op.results)
-            cutting.add(replace(op, args=args, results=results))
+            recorded.append(replace(op, args=args, results=results))
+        left = {*self._left_to_others(), *units.values()}
+        parts = self._by_channels(recorded, {**infos, **own_infos}, left, None)
+        cutting = self._cutting({**infos, **own_infos}, self.forward.seeds, None)
+        cutting.before += before
+        for op in parts:
+            cutting.add(op)
         behind = [name for op in views for name in op.inputs]
         behind += [h.value for h in node.hand_overs]
         leaving = [*self._left_to_others(), *(name for name in behind if name in self.made)]
@@ -129,33 +150,47 @@ class NodeInPieces:
     def _name(self) -> str:
         return f"{self.node.name} in {self.count} pieces"
 
-    def _backward(self) -> tuple[Pieces | None, tuple[Op, ...], list[str]]:
-        """Return the backward in pieces, the views of its results, and its inputs."""
+    def _backward(self) -> tuple[list[Pieces], tuple[Op, ...], list[str]]:
+        """Return the calls of the backward, the views of its results, and its inputs."""
         node, ops = self.node, self.node.backward
         if not ops:
-            return None, (), [h.value for h in node.hand_overs]
+            return [], (), [h.value for h in node.hand_overs]
         own = self._made_behind()
         leaving, same_bits = self._left_by_backward(own), self.forward.same_bits
-        if same_bits is None:
-            self.added = parts_that_leave(leaving, ops, self.sg.basic)
+        self.added = parts_that_leave(leaving, ops, self.sg.basic)
         roots, views = self._roots([n for n in leaving if n not in self.added], ops)
+        left = {*self._left_to_others(), *roots}
         roots = (*roots, *self.added)
+        parts = self._by_channels((*node.ops, *ops), self.infos, left, same_bits)
         seeds = self._gradients(own)
         cutting = self._cutting({**self.infos, **self.added}, seeds, same_bits)
         cutting.known = self.forward.late
-        for op in (*node.ops, *ops):
+        for op in parts:
             cutting.add(op)
-        pieces = cutting.pieces(roots)
+        calls = [
+            replace(pieces, recorded=self._counted(cutting, pieces.results))
+            for pieces in self._calls(cutting, roots)
+        ]
         written = self._written()
-        for name in pieces.takes:
+        for name in (name for pieces in calls for name in pieces.takes):
             if self.infos[name].alias_of in written:
                 raise NotByPiecesError(f"{name} is written to, and the backward reads it again")
             if name in self.forward.cut:
                 raise NotByPiecesError(f"the backward reads all of {name}")
-        pieces = replace(pieces, recorded=self._counted(cutting, roots))
-        read = [*pieces.takes, *(name for op in views for name in op.inputs)]
+        read = [name for pieces in calls for name in pieces.takes]
+        read += [name for op in views for name in op.inputs]
         read += [h.value for h in node.hand_overs]
-        return pieces, views, read
+        return calls, views, read
+
+    def _calls(self, cutting: Cutting, roots: Sequence[str]) -> list[Pieces]:
+        """Return the calls that make the results.
+
+        An exact sum over all rows of what is there as a whole is made before other results are.
+        """
+        sums = [root for root in roots if cutting.same_bits and root in cutting.late]
+        first = [root for root in sums if not cutting.pieces([root]).gathered]
+        each = first, [root for root in roots if root not in first]
+        return [cutting.pieces(names) for names in each if names]
 
     def _made_behind(self) -> set[str]:
         return {name for op in self.node.backward for name in op.results if name}

@@ -15,10 +15,10 @@ number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -44,9 +44,22 @@ class Slice:
     cuts: Cuts
 
 
-# Gets an operation as recorded and as it runs on each piece, its inputs by name, the cuts of its
-# results, and the runs of rows; returns whether the bits are those of the whole.
-SameBits = Callable[[Op, Sequence[Op], Mapping[str, Slice], Sequence[Cuts | None], Runs], bool]
+class SameBits(Protocol):
+    """Tells whether operations have the bits of others."""
+
+    def __call__(
+        self,
+        recorded: Op,
+        each: Sequence[Op],
+        read: Mapping[str, Slice],
+        made: Sequence[Cuts | None],
+        runs: Runs,
+        infos: Mapping[str, TensorInfo],
+    ) -> bool:
+        """Get an operation, as it runs on each piece, its inputs by name, and its results' cuts."""
+
+    def of_series(self, recorded: Sequence[Op], others: Sequence[Op]) -> bool:
+        """Get operations that run one after the other, and others in their place."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +119,7 @@ class Cutting:
     same_bits: SameBits | None = None
     # Results that are inputs although an operation here makes them: sums over all pieces.
     known: Set[str] = frozenset()
+    joined: Set[str] = frozenset()  # inputs that are cut like the others of a `cat`
     cut: dict[str, Cuts] = field(default_factory=dict)  # results of the loop
     late: set[str] = field(default_factory=set)  # sums, and values that depend on them
     summed: set[str] = field(default_factory=set)
@@ -124,11 +138,6 @@ class Cutting:
             NotByPiecesError: it cannot run on pieces of its inputs.
         """
         before: list[str] = []
-        halves = () if self.same_bits else _halves(op)
-        if halves:
-            for half in halves:
-                self.add(half)
-            return
         if op.writes:
             op, before = self._out_of_place(op)
         if op.is_random or op.flags or getattr(op.target, "namespace", "") != "aten":
@@ -238,6 +247,9 @@ class Cutting:
             name and own is None for name, own in zip(op.results, found.results, strict=True)
         ):
             return self._add_summed(recorded)
+        for place, cuts in found.reads.items() if listed else ():
+            if op.args[place].name in self.joined:
+                self.seeds = {op.args[place].name: cuts, **self.seeds}
         run = self._on_pieces(found, op, listed)
         last = found if self.runs == EVEN else find(replace(asked, index=self.runs.parts - 1))
         assert last is not None
@@ -248,7 +260,7 @@ class Cutting:
                 for name in run.inputs
             }
             each = [short if self.runs.is_short(i) else run for i in range(self.count)]
-            if not self.same_bits(recorded, each, read, found.results, self.runs):
+            if not self.same_bits(recorded, each, read, found.results, self.runs, self.infos):
                 return self._add_on_wholes(recorded)
         self.loop.append(run)
         self.short.append(short)
@@ -328,24 +340,6 @@ class Cutting:
             into=lying(loop, self.infos, put, summed),
             instead=lent(loop, (*before, *after), self.infos, put, sources),
         )
-
-
-def _halves(op: Op) -> tuple[Op, ...]:
-    """Return the backward of a convolution as that of its weight, then that of its input.
-
-    The input is past its last use before its gradient is made. Kernels are the same.
-    """
-    if op.target is not _aten.convolution_backward.default:
-        return ()
-    of_input, *others = op.args[-1]
-    if not of_input or not any(others):
-        return ()
-    first, *rest = op.results
-    name = next(filter(None, rest), op.name)
-    return (
-        replace(op, name=name, args=(*op.args[:-1], [False, *others]), results=("", *rest)),
-        replace(op, args=(*op.args[:-1], [True, False, False]), results=(first, "", "")),
-    )
 
 
 def _needed(ops: Sequence[Op], needed: set[str], slices: Mapping[str, Slice]) -> tuple[Op, ...]:

@@ -103,7 +103,7 @@ def cut_in_rows(dg: DataFlowGraph, how: Cut, same_bits: SameBits | None = None) 
 
     runs: list[tuple[Run, str]] = []
     taken: set[int] = set()
-    for run, wide in wide_runs(plain):
+    for run, wide in wide_runs(plain, is_exact=how.is_exact):
         if len(runs) != how.most and taken.isdisjoint(run) and can_be_cut(run, wide):
             runs.append((run, wide))
             taken.update(run)
@@ -132,7 +132,7 @@ def _with_cut(
     basic = merged.basic
     infos = dict(basic.infos)
     for node in cut:
-        infos.update(node.added)
+        infos.update(node.inner | node.added)
     own = tuple(nodes.get(index, node) for index, node in enumerate(merged.nodes))
     return replace(merged.with_basic(replace(basic, infos=infos)), nodes=own)
 
@@ -213,10 +213,11 @@ _LONGEST = 24  # nodes
 _NARROWEST = 16  # values below this fraction of the largest are left alone
 
 
-def wide_runs(sg: SimplifiedGraph) -> list[tuple[Run, str]]:
+def wide_runs(sg: SimplifiedGraph, *, is_exact: bool = False) -> list[tuple[Run, str]]:
     """Return runs of nodes, each with its largest value, the largest first.
 
-    A run that may begin earlier comes before the same run without that beginning.
+    A run that may begin earlier comes before the same run without that beginning. Exact sums over
+    all rows need what a beginning makes as a whole, and then what it reads had better be away.
     """
     storages = [s for made in storages_of(sg) for s in made if not s.is_output]
     storages.sort(key=lambda s: (-s.size_bytes, s.producer))
@@ -230,7 +231,7 @@ def wide_runs(sg: SimplifiedGraph) -> list[tuple[Run, str]]:
         if run and len(run) <= _LONGEST and taken.isdisjoint(run):
             inside = (other for other in storages if other.producer in run)
             wide = next(inside, storage).root
-            first = _beginning(grown, storages)
+            first = grown[0] if is_exact else _beginning(grown, storages)
             if first < grown[0] and taken.isdisjoint(range(first, grown[0])):
                 found.append((_without_draws(sg, tuple(range(first, grown[-1] + 1))), wide))
             found.append((run, wide))

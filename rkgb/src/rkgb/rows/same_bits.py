@@ -12,7 +12,7 @@ from torch import Tensor
 from rkgb.costs.op_costs import op_key
 from rkgb.device.rng import drawing_nothing
 from rkgb.elements.op import Op, run_op
-from rkgb.elements.tensor_info import same_values
+from rkgb.elements.tensor_info import TensorInfo, same_values
 from rkgb.graphs.basic import BasicGraph
 from rkgb.rows.cuts import Cuts, Runs, piece_of
 from rkgb.rows.pieces import Slice
@@ -39,15 +39,16 @@ class BitsOfPieces:
         read: Mapping[str, Slice],
         made: Sequence[Cuts | None],
         runs: Runs,
+        infos: Mapping[str, TensorInfo],
     ) -> bool:
         """Return whether the operations on each piece give what `recorded` gives."""
         cuts = tuple(s.cuts for s in read.values())
         how = (each[0].target, cuts, tuple(made), len(each), runs)
-        key = (op_key(recorded, self.basic.infos), how)
+        key = (op_key(recorded, infos), how)
 
         def compared() -> Iterator[bool]:
             """Yield for each result of each piece whether its bits are those of the whole."""
-            values = StandIns(self.basic.infos, self.basic.device, self.external, drawn=Drawn())
+            values = StandIns(infos, self.basic.device, self.external, drawn=Drawn())
             whole = {name: values[name] for name in recorded.inputs}
             run_op(recorded, whole, getattr(recorded.target, "_op", None))
             for index, run in enumerate(each):
@@ -57,6 +58,30 @@ class BitsOfPieces:
                     if own and theirs:
                         part = piece_of(whole[theirs], cut or (), index, runs)
                         yield same_values(ours[own], part)
+
+        if key not in self._known:
+            with drawing_nothing(self.basic.device), torch.no_grad(), straight_to_kernels():
+                self._known[key] = all(compared())
+        return self._known[key]
+
+    def of_series(self, recorded: Sequence[Op], others: Sequence[Op]) -> bool:
+        """Return whether operations make what recorded ones make, with the same bits."""
+        infos = self.basic.infos
+        ours = (f"{op.target} {op.args}" for op in others)
+        key = (*(op_key(op, infos) for op in recorded), *ours)
+
+        def compared() -> Iterator[bool]:
+            values = StandIns(infos, self.basic.device, self.external, drawn=Drawn())
+            made: list[dict[str, Tensor]] = []
+            for ops in (recorded, others):
+                given = {name for op in ops for name in op.inputs}
+                given -= {name for op in ops for name in op.results}
+                made.append({name: values[name] for name in given})
+                for op in ops:
+                    run_op(op, made[-1], getattr(op.target, "_op", None))
+            whole, parts = made
+            for name in {n for op in others for n in op.results} & whole.keys():
+                yield same_values(whole[name], parts[name])
 
         if key not in self._known:
             with drawing_nothing(self.basic.device), torch.no_grad(), straight_to_kernels():
