@@ -46,7 +46,7 @@ from rkgb.recording.places import Places
 from rkgb.recording.repeated import KERNEL
 from rkgb.recording.sizes import saving
 from rkgb.recording.watch import CallWatch, as_written, no_idle_looks, no_reading, refused_calls
-from rkgb.safeguards.assignments import Arguments, AssignsError, Hidden, assigned
+from rkgb.safeguards.assignments import Arguments, AssignsError, Attributes, Hidden
 from rkgb.safeguards.refusals import explained
 from rkgb.safeguards.settling import Setting, SettlesError, all_settings, settings_of
 from rkgb.safeguards.side_effects import KeptState, Printed
@@ -302,19 +302,18 @@ class RecordedStep:
     # ------------------------------------------------------------------ forward
 
     def _forward(self) -> Any:
-        attributes = {path: dict(vars(module)) for path, module in self.twin.named_modules()}
-        buffers = dict(self.twin.named_buffers(remove_duplicate=False))
+        attributes = Attributes(self.twin)
         places = ParameterPlaces(self.twin)
         with self.hidden.watching():
             result = self._call()
         places.refuse_moves()
         self.arguments.refuse_written()
         self._refuse_written_tensors()
-        settings = self._settings(attributes)
+        settings = self._settings(attributes.before)
         if settings:
             raise SettlesError(settings, self.recorder.forward, self._sources())
-        new = assigned(self.twin, attributes, buffers)
-        new -= {*self.hidden.targets, *self._left}
+        new = attributes.assigned() - {*self.hidden.targets, *self._left}
+        attributes.refuse_others(new, self.codes.seen.values())
         if new:
             raise AssignsError(new)
         return result

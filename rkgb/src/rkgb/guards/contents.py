@@ -11,7 +11,7 @@ import io
 import random
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -369,6 +369,8 @@ def _alike(owner: Any, now: Any, content: Any) -> bool:
     new = now.keys() - content.keys()
     if isinstance(owner, FunctionType):  # another function in a wrapping, made once
         new = {name for name in new if not hasattr(now[name], "__wrapped__")}
+    if isinstance(owner, OrderedDict) and [*now] != [*content]:
+        return False
     return not new and all(
         is_same(now.get(key, ABSENT), value) or is_used_up(value) for key, value in content.items()
     )

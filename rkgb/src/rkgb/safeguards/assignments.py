@@ -11,23 +11,28 @@ import contextlib
 import copy
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from rkgb.elements.effect import Assign, ContainerMutation
+from rkgb.elements.module_paths import is_inside
 from rkgb.elements.sample import Sample
 from rkgb.elements.trees import flatten, holds_tensors, refilled
 from rkgb.errors import BrokenPieceError, NotRecordedError, SideEffectError, in_module
-from rkgb.guards.contents import CONTAINERS
+from rkgb.guards.code_watch import Seen
+from rkgb.guards.contents import OF_MODULE
+from rkgb.guards.loads import ANY, loads_of
 from rkgb.safeguards.refusals import place_of
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.tensor_facts import set_attribute, written_on
 
-_PLAIN = (bool, int, float, str)
-_OWN = frozenset(("_parameters", "_buffers", "_modules"))
+_TORCHS_OWN = OF_MODULE - {"training"}
 _ABSENT = object()
+_Refusal = TypeVar("_Refusal", bound=SideEffectError)
 
 
 class AssignsError(Exception):
@@ -38,36 +43,86 @@ class AssignsError(Exception):
         self.names = names
 
 
-def assigned(
-    twin: nn.Module, before: Mapping[str, Mapping[str, Any]], buffers: Mapping[str, Tensor]
-) -> frozenset[tuple[str, str]]:
-    """Return the attributes that refer to another object than before, and changed buffers."""
-    found = set()
-    for path, module in twin.named_modules():
-        old = before.get(path, {})
-        for name, value in vars(module).items():
-            if name not in _OWN and _is_set(value, old.get(name, _ABSENT), name):
+class Attributes:
+    """The attributes of every module before a forward, its buffers, and its submodules."""
+
+    def __init__(self, twin: nn.Module) -> None:
+        self.twin, self._buffers = twin, dict(twin.named_buffers(remove_duplicate=False))
+        modules = [*twin.named_modules()]
+        self.before = {path: dict(vars(module)) for path, module in modules}
+        self._parts = [(path, part, [*part._modules.items()]) for path, part in modules]
+
+    def assigned(self) -> frozenset[tuple[str, str]]:
+        """Return the attributes that refer to another object than before, and changed buffers."""
+        found = set()
+        for path, module in self.twin.named_modules():
+            old = self.before.get(path, {})
+            for name, value in vars(module).items():
+                if name not in _TORCHS_OWN and _is_set(value, old.get(name, _ABSENT)):
+                    found.add((path, name))
+        now = dict(self.twin.named_buffers(remove_duplicate=False))
+        for target, buffer in now.items():
+            if self._buffers.get(target) is not buffer:
+                path, _, name = target.rpartition(".")
                 found.add((path, name))
-    now = dict(twin.named_buffers(remove_duplicate=False))
-    for target, buffer in now.items():
-        if buffers.get(target) is not buffer:
-            path, _, name = target.rpartition(".")
-            found.add((path, name))
-    return frozenset(found)
+        return frozenset(found)
+
+    def refuse_others(self, new: Iterable[tuple[str, str]], ran: Collection[Seen]) -> None:
+        """Refuse a forward that removes attributes, or gives a module other submodules.
+
+        So is one that may have read `new` attributes by any name before it has set them.
+
+        Raises:
+            SideEffectError: with the module.
+        """
+        for path, module, parts in self._parts:
+            gone = min(self.before[path].keys() - vars(module).keys(), default=None)
+            if gone is not None or [*module._modules.items()] != parts:
+                where = path if gone is not None and all_inside(path, ran, gone) else ""
+                what = f"removes the attribute '{gone}'" if gone else "sets submodules"
+                raise self._refusal(SideEffectError, what, where, f"of {in_module(path)}")
+        asking = [one for one in ran if ANY in loads_of(one.code).attributes]
+        for path, name in sorted(new):
+            if asking:
+                where = path if _ran_inside(path, asking) else ""
+                what = f"sets the attribute '{name}', which it may have read in `vars` before"
+                error = self._refusal(ReadsBeforeError, what, where, f"of {in_module(path)}")
+                error.target = path, name
+                raise error
+
+    def _refusal(self, kind: type[_Refusal], what: str, path: str, where: str) -> _Refusal:
+        return kind.to_capture(
+            type(self.twin).__name__,
+            "do it outside of forward",
+            f"its forward {what}, which a recording would not do again",
+            where,
+            module_path=path,
+        )
 
 
-def _is_set(value: Any, old: Any, name: str) -> bool:
+def all_inside(path: str, ran: Iterable[Seen], name: str) -> bool:
+    """Whether only functions that ran inside of a submodule name an attribute.
+
+    They may have run in others, too: in those of its class.
+    """
+    named = (one for one in ran if name in (*one.code.co_names, *one.code.co_consts))
+    return _ran_inside(path, named)
+
+
+def _ran_inside(path: str, seen: Iterable[Seen]) -> bool:
+    ran = [one.paths for one in seen]
+    around = (place for places in ran for place in places if not is_inside(place, path))
+    return all(any(is_inside(place, path) for place in places) for places in ran) and not any(
+        is_inside(path, place) for place in around
+    )
+
+
+def _is_set(value: Any, old: Any) -> bool:
+    """Return whether a value differs from the old one; contents are compared elsewhere."""
     if value is old:
         return False
     if not callable(value) and holds_tensors(value):
         return True
-    if name.startswith("_"):
-        return False  # libraries' own
-    return isinstance(value, (*_PLAIN, *CONTAINERS)) and _differ(value, old)
-
-
-def _differ(value: Any, old: Any) -> bool:
-    """Return whether a value differs from the old one; contents are compared elsewhere."""
     try:
         return bool(type(value) is not type(old) or value != old)
     except Exception:  # `__eq__` may raise anything
@@ -123,6 +178,14 @@ class Hidden:
                     in_module(path),
                     module_path=path,
                 )
+            if _is_of_this_call(value := getattr(self.twin.get_submodule(path), name)):
+                raise SideEffectError.to_capture(
+                    type(self.twin).__name__,
+                    f"make what the attribute '{name}' holds outside of forward",
+                    f"its forward keeps a function there that it has made ({value!r})",
+                    in_module(path),
+                    module_path=path,
+                )
         return [
             (Assign(path, name), getattr(self.twin.get_submodule(path), name))
             for path, name in self.targets
@@ -140,6 +203,13 @@ class Hidden:
         )
         error.target = path, name
         raise error
+
+
+def _is_of_this_call(value: Any) -> bool:
+    """Whether a value is a function that holds others, of this call or of the module."""
+    if isinstance(value, FunctionType) and "<locals>" in value.__qualname__:
+        return bool(value.__closure__ or value.__defaults__ or value.__kwdefaults__)
+    return isinstance(value, (MethodType, partial))
 
 
 _NO_CONTAINERS = (Tensor, type(None), bool, int, float, str, type, nn.Module)

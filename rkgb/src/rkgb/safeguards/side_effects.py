@@ -10,7 +10,7 @@ import io
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +22,7 @@ from rkgb.elements.module_paths import is_inside
 from rkgb.errors import SideEffectError, in_module
 from rkgb.guards.code_watch import Seen
 from rkgb.module_state.start_of_call import ModuleState, draw_from_numpy, numpy_state
+from rkgb.safeguards.assignments import all_inside
 from rkgb.safeguards.other_threads import changes_meanwhile, may_draw, same_state
 from rkgb.safeguards.refusals import place_of
 from rkgb.torch_api.tensor_facts import placed_parameters
@@ -38,7 +39,7 @@ class KeptState(ModuleState):
     def __init__(self, model: nn.Module, whole: Sequence[str] = ()) -> None:
         super().__init__(model)
         self.of_parameters = [
-            (path, parameter, dict(vars(parameter)))
+            (path, parameter, dict(vars(parameter)), parameter.requires_grad)
             for path, parameter in placed_parameters(model)
             if not any(is_inside(path, around) for around in whole)
         ]
@@ -47,7 +48,7 @@ class KeptState(ModuleState):
         self,
         run_again: Callable[[], object],
         ignored: Callable[[], bool] = lambda: False,
-        ran: Iterable[Seen] = (),
+        ran: Collection[Seen] = (),
     ) -> None:
         """Refuse a forward that has set an attribute of a parameter, or drawn by Python.
 
@@ -75,8 +76,9 @@ class KeptState(ModuleState):
                 f"{source} in {in_module(path)}",
                 module_path=path,
             )
-        for path, parameter, attributes in self.of_parameters:
+        for path, parameter, attributes, wants in self.of_parameters:
             now = vars(parameter)
+            holder = path.rpartition(".")[0]
             for name in {**attributes, **now}:
                 if now.get(name) is not attributes.get(name):
                     raise SideEffectError.to_capture(
@@ -85,8 +87,16 @@ class KeptState(ModuleState):
                         "its forward changes this attribute of a parameter, which a recording "
                         "would freeze",
                         f"parameter '{path}'",
-                        module_path=path.rpartition(".")[0],
+                        module_path=holder if all_inside(holder, ran, name) else "",
                     )
+            if parameter.requires_grad != wants:
+                raise SideEffectError.to_capture(
+                    type(self.model).__name__,
+                    "freeze and unfreeze parameters outside of forward",
+                    f"its forward {'freezes' if wants else 'unfreezes'} this parameter",
+                    f"parameter '{path}'",
+                    module_path="",
+                )
 
 
 class Printed(io.StringIO):
