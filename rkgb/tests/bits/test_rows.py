@@ -37,6 +37,10 @@ def targets() -> Tensor:
     return torch.tensor([0, 1, -100, 3, 4, -100, 2, 1])
 
 
+def places(count: int) -> Tensor:
+    return torch.ones(count, 1, dtype=torch.int64)
+
+
 def normed() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, weight = rows(8, 5), rows(5)
     _, mean, rstd = torch.native_layer_norm(x, [5], weight, weight, 1e-5)
@@ -82,6 +86,11 @@ def convolved_backward() -> tuple[Any, ...]:
 
 BY_IMAGES = (4, 1, 1, 1)
 CASES: dict[str, Case] = {
+    "scatter_add": (
+        aten.scatter_add.default,
+        lambda: (rows(8, 5), 1, torch.arange(8).view(8, 1) % 5, rows(8, 1)),
+        {0: (4, 1)},
+    ),
     "convolution": (aten.convolution.default, convolved, {0: BY_IMAGES}),
     "transposed convolution": (
         aten.convolution.default,
@@ -336,6 +345,8 @@ def test_sums_of_short_types_are_rounded_once(dtype: torch.dtype) -> None:
         (aten.permute.default, (rows(4, 3, 4), [2, 1, -3]), {0: (2, 1, 2)}),
         (aten.mean.dim, (rows(8, 4), [0]), {0: (4, 1)}),
         (aten.cumsum.default, (rows(8, 4), 1), {0: (4, 1)}),  # has no rule yet
+        (aten.scatter_add.default, (rows(8, 4), 1, places(8), rows(8, 1)), {0: (1, 4)}),
+        (aten.scatter_add.default, (rows(8, 4), 1, places(1), rows(8, 1)), {0: (4, 1)}),
         (aten.mean.default, (torch.ones(8, 4, dtype=torch.bfloat16),), {0: (4, 1)}),
         (aten.sum.default, (torch.ones(8, 4, dtype=torch.int64),), {0: (4, 1)}),
     ],

@@ -56,6 +56,7 @@ _RULES: Mapping[Any, Rule] = {
     _aten.split.Tensor: rules.parted,
     _aten.split_with_sizes.default: rules.parted,
     _aten.cat.default: rules.joined,
+    _aten.scatter_add.default: rules.scattered,
     _aten.select.int: rules.selected,
     _aten.unbind.int: rules.selected,
     _aten.unsqueeze.default: rules.unsqueezed(1),

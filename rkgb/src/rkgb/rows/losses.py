@@ -3,13 +3,16 @@
 The backward of a loss begins with one number, and all gradients are in proportion to it. So the
 pieces of the forward also make the gradients of a loss whose own gradient is one, and the backward
 scales them. No piece runs twice. What a mean over targets divides by depends on the targets alone,
-so it is counted before the pieces.
+so it is counted before the pieces. The gradient of logits is made out of probabilities in the
+memory of the logits, so that no second value of that size is there.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +23,11 @@ from rkgb.elements.op import Op, Ref, map_refs
 from rkgb.elements.target import Target
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.errors import NotByPiecesError
+from rkgb.rows.cuts import Shape
 
 _aten = torch.ops.aten
 _OWN = 2  # references to an object that only one name holds, while they are counted
-_SUMMED_OVER = (1, 2)  # reductions of a loss: mean, sum
+_SUMMED_OVER = _MEAN, _ = (1, 2)  # reductions of a loss: mean, sum
 _ROWS, _CLASSES = 0, 1  # dimensions
 _IGNORED = -100  # no class
 
@@ -90,6 +94,66 @@ def counted(ops: Sequence[Op], infos: Mapping[str, TensorInfo]) -> Iterator[tupl
         dtype = infos[total].dtype
         last = _op(_aten._to_copy.default, (Ref(number.name),), f"{total} before", dtype=dtype)
         yield total, [*found, is_asked, number, last]
+
+
+def direct(
+    ops: Sequence[Op], infos: Mapping[str, TensorInfo], left: Collection[str]
+) -> tuple[list[Op], dict[str, TensorInfo]]:
+    """Return operations in which logits' gradients are made out of probabilities, in their place.
+
+    The kernels of a loss and of log_softmax make one with the size of the logits each. Per row that
+    counts, the gradient is its share times the probabilities less one for the target.
+    """
+    maker = {name: op for op in ops for name in op.results if name}
+    readers = Counter(name for op in ops for name in op.inputs)
+    found: list[Op] = []
+    added: dict[str, TensorInfo] = {}
+    for op in ops:
+        is_softmax = op.target is _aten._log_softmax_backward_data.default
+        loss = maker.get(op.inputs[0]) if is_softmax else None
+        shared = loss is None or readers[loss.name] > 1 or loss.name in left
+        if loss is None or shared or not _is_direct(op, loss, infos):
+            found.append(op)
+            continue
+        found.remove(loss)
+        tangent, values, targets, _, reduction, ignored, total = loss.args
+        name = op.name
+
+        def add(
+            what: str, target: Any, *args: Any, dtype: torch.dtype, shape: Shape, name: str = name
+        ) -> Ref:
+            made = f"{name}: {what}" if what else name
+            size = math.prod(shape) * dtype.itemsize
+            stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+            added[made] = TensorInfo(shape, dtype, stride, False, made, size, size)
+            found.append(_op(target, args, made))
+            return Ref(made)
+
+        shape, index = infos[name].shape, infos[targets.name].dtype
+        number, rows, column = infos[name].dtype, shape[:1], (shape[_ROWS], 1)
+        each = tangent
+        if reduction == _MEAN:
+            each = add("of a row", _aten.div.Tensor, tangent, total, dtype=number, shape=())
+        zero = add("zero", _aten.zeros_like.default, each, dtype=number, shape=())
+        out = add("ignored", _aten.eq.Scalar, targets, ignored, dtype=torch.bool, shape=rows)
+        share = add("shares", _aten.where.self, out, zero, each, dtype=number, shape=rows)
+        share = add("column", _aten.unsqueeze.default, share, 1, dtype=number, shape=column)
+        place = add("any", _aten.masked_fill.Scalar, targets, out, 0, dtype=index, shape=rows)
+        place = add("places", _aten.unsqueeze.default, place, 1, dtype=index, shape=column)
+        less = add("less", _aten.neg.default, share, dtype=number, shape=column)
+        made = add("probabilities", _aten.exp.default, values, dtype=number, shape=shape)
+        made = add("scaled", _aten.mul.Tensor, made, share, dtype=number, shape=shape)
+        add("", _aten.scatter_add.default, made, 1, place, less, dtype=number, shape=shape)
+    return found, added
+
+
+def _is_direct(op: Op, loss: Op, infos: Mapping[str, TensorInfo]) -> bool:
+    """Return whether a gradient of log_softmax is that of the mean or sum of a loss of rows."""
+    if loss.target is not _aten.nll_loss_backward.default or op.inputs[1] != loss.args[1].name:
+        return False
+    values, made = infos[op.inputs[1]], infos[op.name]
+    is_plain = values.dtype == made.dtype and values.stride == made.stride == (values.shape[-1], 1)
+    return is_plain and loss.args[3] is None and loss.args[4] in _SUMMED_OVER
 
 
 def of_rows(op: Op, infos: Mapping[str, TensorInfo]) -> tuple[Op, Sequence[Op], TensorInfo] | None:

@@ -7,6 +7,8 @@ the step before has made, and the first one into a whole that all pieces are gat
     _log_softmax_backward grad_2 over grad_1, and so in the whole
     mm                    reads grad_2 there
 
+Where bits may differ, it is made out of the probabilities, over the logits themselves (losses.py).
+
 A whole may also take the memory of a gradient that is cut in the same way, and that nobody else
 reads: a piece of it is written where all of it has been read. Kernels and numbers are the same. The
 parts of a gradient that leave the pieces lie in memory of their own. The backward of a convolution
@@ -46,6 +48,7 @@ _OVER = {
     **_kernels("_log_softmax _softmax _log_softmax_backward_data _softmax_backward_data"),
     **_kernels("gelu silu tanh sigmoid relu exp neg"),
     **_kernels("add sub mul div", "Tensor"),
+    **_kernels("scatter_add"),
     **_kernels(
         "gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward "
         "leaky_relu_backward hardtanh_backward",
@@ -89,9 +92,10 @@ def lying(
             continue
         home, first = homes.get(name, ""), op.inputs[0]
         others = {roots.get(other) for other in op.inputs[1:]}
-        is_past = last.get(first) == at and roots.get(first) == first and first not in kept
-        if op.target in _OVER and is_past and first not in others and _alike(infos, first, name):
-            if home and maker[first].target in _KERNELS:
+        root = roots.get(first, "")
+        is_past = bool(root) and last[root] == at and root not in kept | others
+        if op.target in _OVER and is_past and _alike(infos, first, name):
+            if home and first == root and maker[first].target in _KERNELS:
                 homes[first], home = home, ""
             into[name] = home or first
         elif home:

@@ -14,7 +14,7 @@ from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.rows.call import InPieces
 from rkgb.rows.channels import Channels
 from rkgb.rows.cuts import Cuts, Runs
-from rkgb.rows.losses import Scaled, counted, one_like
+from rkgb.rows.losses import Scaled, counted, direct, one_like
 from rkgb.rows.memory import parts_that_leave
 from rkgb.rows.pieces import Cutting, Pieces, SameBits
 
@@ -115,6 +115,9 @@ class NodeInPieces:
             results = tuple(instead.get(name, name) for name in op.results)
             recorded.append(replace(op, args=args, results=results))
         left = {*self._left_to_others(), *units.values()}
+        recorded, found = direct(recorded, {**infos, **own_infos}, left)
+        own_infos |= found
+        self.inner.update(found)
         parts = self._by_channels(recorded, {**infos, **own_infos}, left, None)
         cutting = self._cutting({**infos, **own_infos}, self.forward.seeds, None)
         cutting.before += before

@@ -182,6 +182,19 @@ def joined(asked: Asked) -> Found | None:
     return Found(dict.fromkeys(values, cuts), (cuts,))
 
 
+def scattered(asked: Asked) -> Found | None:
+    """`scatter_add` along a dimension that is not cut, with numbers for each of the others."""
+    places = (0, 2, 3)
+    cuts = next(asked.cuts(place) for place in places if asked.is_cut(place))
+    shape, dim = asked.made[0], asked.args[1]
+    if cuts[dim] > 1:
+        return None
+    cut = [at for at, parts in enumerate(cuts) if parts > 1]
+    if any(asked.args[place].shape[at] != shape[at] for place in places for at in cut):
+        return None
+    return Found(dict.fromkeys(places, cuts), (cuts,))
+
+
 def selected(asked: Asked) -> Found | None:
     """`select` and `unbind` of a dimension that is not cut."""
     cuts = list(asked.cuts(0))
