@@ -42,6 +42,7 @@ from rkgb.safeguards.refusals import (
     refuse_backward_hooks,
     refuse_hidden_leaves,
     refuse_lazy_modules,
+    refuse_used_up,
 )
 from rkgb.safeguards.settling import Settled, SettlesError
 
@@ -111,6 +112,7 @@ def record(
     """
     refuse_lazy_modules(model)
     refuse_hidden_leaves(model)
+    refuse_used_up(model, sample)
     asked = Asked(guards, known, held_bytes, numbers, is_metered, runs_pieces, bound)
     stream = RngState.save(sample.device)
     grad_mode = torch.is_grad_enabled()

@@ -11,6 +11,7 @@ import io
 import random
 import sys
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -43,6 +44,7 @@ _BAGS = frozenset(("collections",))  # of Python's own, which hold what users pu
 _DEPTH = 4  # of containers and objects in each other
 _LONG = 512  # longer containers are not looked into
 _CLOSED = (str, bytes, int, float, complex, Tensor, nn.Module, torch.dtype)
+_KEYED = (dict, set, frozenset, weakref.WeakKeyDictionary, weakref.WeakSet)
 _MADE_ANEW = (int, str, bytes, torch.device, torch.Size)
 _OF_NUMPY = ("bit_generator", "get_state")  # generators of random numbers have one of these
 # Of queues, of what writes to files, and of connections.
@@ -146,9 +148,15 @@ class Reached:
         self.used: list[Any] = []
         self.caches: list[Any] = []  # functions that remember their results
         self.long: list[Any] = []  # longer than a guard looks at
+        self.keys: list[Any] = []  # of dicts, and items of sets, but those that count by value
 
     def add(self, value: Any, depth: int = 0) -> None:
         """Add what a value leads to."""
+        if type(value) in weakref.ProxyTypes:
+            try:
+                value = value.__repr__.__self__
+            except ReferenceError:  # it is gone
+                return
         if value is None or id(value) in self.owners:
             return
         if isinstance(value, _CLOSED):
@@ -167,6 +175,8 @@ class Reached:
             self._follow(value, depth + 1)
 
     def _follow(self, value: Any, depth: int) -> None:
+        if issubclass(type(value), _KEYED):  # not `isinstance`, which asks objects what they are
+            self.keys += [key for key in value if not isinstance(key, _MADE_ANEW)]
         if can_be_written(value):
             self.owners[id(value)] = value
         elif isinstance(value, CONTAINERS):

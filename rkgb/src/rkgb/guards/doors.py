@@ -137,7 +137,7 @@ def _doors() -> dict[str, dict[str, Door]]:
     frames = ("_getframe", "_current_frames", "getrefcount", "gettrace", "getprofile")
     limits = ("getrecursionlimit", "getallocatedblocks", "get_asyncgen_hooks")
     add("sys", (*frames, *limits), direct)
-    add("builtins", ("eval", "exec", "globals", "__import__"), direct)
+    add("builtins", ("eval", "exec", "globals", "__import__", "id"), direct)
     add("builtins", ("vars", "dir"), names)
     add("_pickle", ("dumps", "dump"), names)
     for home in ("builtins.object", "copyreg"):

@@ -35,6 +35,7 @@ _changing: dict[tuple[int, str | None], tuple[Callable[[], Any], str | None]] = 
 _leading: dict[Hashable, tuple[Source, frozenset[str]]] = {}
 # Functions of users that remember their results, of all models.
 _caches: weakref.WeakSet[Any] = weakref.WeakSet()
+_LOOKS_UP = "looks up its own modules, or what they hold, in what"
 
 
 def forget_stand_ins(caches: Iterable[Any] = _caches) -> None:
@@ -326,6 +327,8 @@ class Outside:
         changed = [*self.contents.changed()]
         _put_back_from_now_on(changed)
         owners = {(id(owner), name) for owner, name in changed}
+        # What runs whole looks its own modules up; a recording's are copies.
+        own = frozenset() if of_piece else frozenset(map(id, copies.values()))
         for key, source in sources.places.items():
             reached, value = Reached(sources.attributes, self._inside), source.read()
             reached.add(value)
@@ -342,10 +345,12 @@ class Outside:
                 _leading.setdefault(key, (source, sources.attributes))
             elif reached.long:
                 text = f"reads the {source.told}, which is too long to be compared at every call"
+            elif own and any(isinstance(k, Tensor) or id(k) in own for k in reached.keys):
+                text = f"{_LOOKS_UP} the {source.told} leads to"
             if text:
                 yield max(sources.paths[key]), f"{text} ({source.where})"
         paths = {path for one in seen for path in one.paths}
-        yield from self._of_classes(sources, paths, owners)
+        yield from self._of_classes(sources, paths, owners, own)
         yield from self._of_caches(seen)
         if of_piece:
             yield from self._of_modules(sources, paths, self._direct)
@@ -363,16 +368,26 @@ class Outside:
                 _put_back_from_now_on([(owner, own)])
 
     def _of_classes(
-        self, sources: Sources, paths: set[str], owners: Collection[tuple[int, str | None]]
+        self,
+        sources: Sources,
+        paths: set[str],
+        owners: Collection[tuple[int, str | None]],
+        own: Collection[int],
     ) -> Iterator[tuple[str, str]]:
-        for path, module in self._twin.named_modules() if owners else ():
+        kinds: dict[type, str] = {}
+        for path, module in self._twin.named_modules():
             for kind in type(module).__mro__ if path in paths else ():
-                reached = Reached(sources.attributes)
-                reached.add(kind)
-                if any((id(owner), None) in owners for owner in reached.owners.values()):
-                    source = Source(partial(_itself, kind), "", "", "")
-                    _leading.setdefault((id(kind), None), (source, sources.attributes))
-                    yield path, f"changes what the class {kind.__qualname__} leads to"
+                if owners or is_users(kind.__module__):
+                    kinds.setdefault(kind, path)
+        for kind, path in kinds.items():
+            reached = Reached(sources.attributes)
+            reached.add(kind)
+            if any(id(part) in own for part in reached.keys):
+                yield path, f"{_LOOKS_UP} the class {kind.__qualname__} leads to"
+            if any((id(owner), None) in owners for owner in reached.owners.values()):
+                source = Source(partial(_itself, kind), "", "", "")
+                _leading.setdefault((id(kind), None), (source, sources.attributes))
+                yield path, f"changes what the class {kind.__qualname__} leads to"
 
     def _of_modules(
         self, sources: Sources, paths: set[str], passed: Collection[int]

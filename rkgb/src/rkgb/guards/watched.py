@@ -272,6 +272,8 @@ class Watched:
     def _weak(self, value: weakref.ref[Any], depth: int) -> Hashable:
         """Return what an object counts as that nobody may keep alive: by what it holds."""
         held = value()
+        if isinstance(held, MethodType):  # of a weak reference to a method
+            held = held.__self__
         is_known = held is None or id(held) in self._modules
         table = None if is_known else attributes_of(held)
         known: list[Any] = [Same(value), type(held)]

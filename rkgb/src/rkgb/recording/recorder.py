@@ -169,8 +169,11 @@ class Recorder(Reads, DispatchMode):
         elif writes:
             result, is_skipped = self._overwrite(func, writes, args, kwargs)
         elif traits.is_repeatable:
-            result, is_metered = self.repeated.run(func, args, kwargs)
-            self.metered += [None] * is_metered
+            try:
+                result = self.repeated.run(func, args, kwargs)
+            finally:  # also of a kernel that fails: the forward may catch the error
+                is_metered = self.repeated.spans > len(self.metered)
+                self.metered += [None] * is_metered
         else:
             result = self.repeated.compute(func, args, kwargs)
         tensors, many = tensors_returned(result)

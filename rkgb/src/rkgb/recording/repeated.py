@@ -45,34 +45,34 @@ class RepeatedKernels:
     def __init__(self, blanks: Blanks) -> None:
         self.blanks = blanks
         self.span: Span | None = None  # around each first run, if memory is metered
+        self.spans = 0  # how many there were
         self._results: dict[tuple[Any, ...], _Result | None] = {}
         self._overwrites: set[tuple[Any, ...]] = set()
         self.has_repeated = False
 
-    def run(
-        self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
-    ) -> tuple[Any, bool]:
-        """Return (the result of `func`, or new memory of that layout; whether it was metered).
+    def run(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of `func`, or new memory of that layout.
 
         The kernel must not write, draw random numbers, or return views.
         """
         key = _key(func, args, kwargs)
         if key is None:
-            return self.compute(func, args, kwargs), False
+            return self.compute(func, args, kwargs)
         if key not in self._results:
             result = self._first(func, args, kwargs)
             self._results[key] = _result(result, set(_storages((args, kwargs))))
-            return result, self.span is not None
+            return result
         known = self._results[key]
         if known is None:
-            return self.compute(func, args, kwargs), False
+            return self.compute(func, args, kwargs)
         self.has_repeated = True
-        return known.made_anew(self.blanks), False
+        return known.made_anew(self.blanks)
 
     def _first(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         if self.span is None:
             return self.compute(func, args, kwargs)
         self._fill(func, args, kwargs)
+        self.spans += 1
         with self.span(KERNEL):
             return func(*args, **kwargs)
 

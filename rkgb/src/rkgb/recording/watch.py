@@ -210,6 +210,7 @@ def refused_calls(recorder: Recorder) -> Patches:
     branches = ReadsDataError("control flow", "")
     places: list[tuple[Any, str, Exception]] = [(torch, name, branches) for name in BRANCHES]
     places += [(p, name, seeds) for p in (torch, torch.random, torch.cuda) for name in _SEEDING]
+    places.append((torch, "set_default_dtype", NotRecordedError("sets torch's default dtype")))
     elsewhere = NotRecordedError("hands work to another thread or process, where nothing is seen")
     places += [(kind, name, elsewhere) for kind, name in _ways_to_others()]
     # Each gets its own function, because torch's compiler, if it is loaded later, compares them.

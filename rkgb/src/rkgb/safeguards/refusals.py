@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from rkgb.elements.module_paths import is_inside
+from rkgb.elements.sample import Sample
 from rkgb.errors import (
     DataDependentError,
     NotRecordedError,
@@ -27,6 +28,7 @@ from rkgb.errors import (
     UnsupportedOpError,
     in_module,
 )
+from rkgb.guards.contents import is_used_up
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parents[1])
@@ -129,6 +131,21 @@ def refuse_hidden_leaves(model: nn.Module) -> None:
                     module_path=path,
                     source="",
                 )
+
+
+def refuse_used_up(model: nn.Module, sample: Sample) -> None:
+    """Refuse an argument that changes by being used: planning would use it before the step does.
+
+    Raises:
+        TraceError: one is an iterator, a generator, an open file or a queue.
+    """
+    for leaf in sample.leaves:
+        if is_used_up(leaf):
+            raise TraceError(
+                f"cannot record {type(model).__name__} on an argument that changes by being used, "
+                f"a {type(leaf).__name__}: planning would use it up. Pass what it gives, as the "
+                "numbers that it draws."
+            )
 
 
 # Known data dependence in libraries, with advice.
