@@ -130,3 +130,16 @@ def test_other_bits_keep_the_whole() -> None:
     parts = [*Channels(ops, infos, (), differ).in_parts()]
     assert parts == ops
     assert tried == [["x", "gx", "ga", "gb"]]
+
+
+def test_any_operation_may_read_the_gradient() -> None:
+    """Also one with a list among its arguments, which no slice has."""
+    ops, given = recorded({"a": 4, "b": 2}, HOW, ("a",), bias=False)
+    ops.append(op(aten.sum.dim_IntList, (Ref("gx"), [0]), "sum"))
+    expected = run(ops, given)
+    infos = {
+        name: TensorInfo.of(value, name, value.numel() * value.element_size())
+        for name, value in expected.items()
+    }
+    found = run([*Channels(ops, infos, ()).in_parts()], given)
+    torch.testing.assert_close(found["sum"], expected["sum"], rtol=1e-12, atol=1e-12)

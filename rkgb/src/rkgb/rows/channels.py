@@ -171,8 +171,8 @@ class Channels:
         found: dict[_Part, str] = {}
         for op in self.ops if gradient not in self.left else ():
             if gradient in op.inputs:
-                part = places.get(op.args[1:])
-                if op.target is not _SLICE or part is None:
+                part = places.get(op.args[1:]) if op.target is _SLICE else None
+                if part is None:
                     return {}
                 found[part] = op.results[0]
         return found
