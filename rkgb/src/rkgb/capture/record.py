@@ -45,6 +45,7 @@ from rkgb.safeguards.refusals import (
     refuse_used_up,
 )
 from rkgb.safeguards.settling import Settled, SettlesError
+from rkgb.safeguards.side_effects import RemembersError, Said
 
 _DIGITS = re.compile(r"\d+")
 _log = logging.getLogger("rkgb")
@@ -198,20 +199,20 @@ class _Recording:
             repeats=not asked.runs_pieces or not (self.opaque or self.functions),
         )
         refused: ReadsBeforeError | None = None
-        is_again = False
+        said: Said | None = None  # by an attempt whose results functions remember
         while True:
             step = RecordedStep(model, sample, asked, way)
             self.places = step.places
             refuse_backward_hooks(model, way.opaque)
             refuse_hooks_inside(model, way.opaque)
             try:
-                basic = step.run(self.kind)
-                if step.outside.remembers and not is_again:
-                    is_again = True  # later calls read these results
-                    stream.restore()
-                    continue
+                basic = self._run(step, said)
                 settled.refuse_others(basic.ops)
                 return replace(basic, sources=settled.sources(basic.sources))
+            except RemembersError:  # later calls read these results
+                said, way = step.said, replace(way, remembers=True)
+                stream.restore()
+                continue
             except ReadsDataError:
                 assert asked.held_bytes is None, "it has been explained"
                 # A backward has read a value. With real contents it may take its usual branch.
@@ -249,6 +250,15 @@ class _Recording:
                 let_go(error)
                 way = replace(way, repeats=False)
             stream.restore()
+            said = None
+
+    def _run(self, step: RecordedStep, said: Said | None) -> BasicGraph:
+        """Run an attempt; then put out what was `said` before and is said no more."""
+        try:
+            return step.run(self.kind)
+        finally:
+            if said is not None:
+                said.put_out_but(step.said)
 
 
 def _can_run_whole() -> bool:

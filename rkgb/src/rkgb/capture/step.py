@@ -49,9 +49,10 @@ from rkgb.recording.watch import CallWatch, as_written, no_idle_looks, no_readin
 from rkgb.safeguards.assignments import Arguments, AssignsError, Attributes, Hidden
 from rkgb.safeguards.refusals import explained
 from rkgb.safeguards.settling import Setting, SettlesError, all_settings, settings_of
-from rkgb.safeguards.side_effects import KeptState, Printed
+from rkgb.safeguards.side_effects import KeptState, Printed, RemembersError, Said
+from rkgb.safeguards.traces import without_traces
 from rkgb.torch_api.private.autograd import current_autograd_node
-from rkgb.torch_api.quiet import printing_to, without_prints, without_warnings
+from rkgb.torch_api.quiet import printing_to, without_warnings
 from rkgb.torch_api.tensor_facts import placed_parameters, written_on
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ class RecordedStep:
         own = dict(model.named_parameters())
         parameters = {id(new): own[name] for name, new in self.twin.named_parameters()}
         self.facts = TensorFacts({**self.originals, **parameters})
-        self.outside = Outside(self.twin)
+        self.said = Said(self.twin, lambda: self.recorder.is_paused)
+        self.outside, self.remembers = Outside(self.twin), way.remembers
         places = self.places
         self.codes = CodeWatch(lambda: places.path, self.outside.note)
         # Code of the user's Functions and hooks that runs in the backward.
@@ -142,13 +144,14 @@ class RecordedStep:
         return replace(found[0], metered=known)
 
     def _run(self, asked: AskedKind) -> BasicGraph:
-        printed = Printed(self.twin, lambda: self.recorder.is_paused)
         before = KeptState(self.twin, self.opaque)
         with (
             contextlib.ExitStack() as stack,
-            _quiet(),
+            without_warnings(),
             set_detect_anomaly(False),  # which looks for NaN in each gradient: no decision
-            printing_to(printed),
+            printing_to(Printed(self.said, "stdout")),
+            printing_to(Printed(self.said, "stderr"), "stderr"),
+            without_traces(self.said.add),
             no_reading(self.recorder),
             self.recorder.patched(self.functions),
             self.recorder,
@@ -162,10 +165,12 @@ class RecordedStep:
                 stack.callback(self.pieces.close)
             with contextlib.nullcontext() if self.keep_content else saving(self.recorder):
                 result = self._forward_or_refusal()
-            printed.refuse()
             ran = self.codes.seen.values()
             before.refuse_changes(self._call, lambda: self.recorder.is_paused, ran)
             self.outside.refuse(ran, self.originals)
+            if self.outside.remembers and not self.remembers:
+                raise RemembersError
+            self.said.refuse()
             effects = self._effects()
             returned = len(self._taken_apart(result)[0])
             if effects:
@@ -407,9 +412,3 @@ class RecordedStep:
                 f"its forward returns {error}, so that a recording cannot make another one "
                 "with the tensors of another step",
             ) from None
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with without_warnings(), without_prints("stderr"):
-        yield

@@ -56,4 +56,5 @@ class Way:
     written: frozenset[str] = frozenset()  # arguments that it writes to
     keeps_content: bool = False  # of what only a backward reads
     tried: Any = None  # opaque calls that another attempt has tried
+    remembers: bool = False  # functions have results that an attempt before has computed
     repeats: bool = True  # equal operations may stand for each other

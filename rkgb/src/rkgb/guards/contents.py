@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -222,7 +222,7 @@ class Contents:
     def __init__(self) -> None:
         self._held: dict[tuple[int, str | None], tuple[Any, Any]] = {}
         self._copies: list[tuple[Any, Any, Any]] = []  # kept: owner, place, and copy
-        self._caches: list[Any] = []  # functions that had no results to remember
+        self.caches: list[Any] = []  # functions that had no results to remember
 
     def add(
         self, owner: Any, name: str | None = None, *, lends: bool = True, keeps: bool = False
@@ -252,11 +252,11 @@ class Contents:
 
     def add_caches(self, caches: Iterable[Any]) -> None:
         """Let functions forget their results later, if they have none now."""
-        self._caches += (cached for cached in caches if not cached.cache_info().currsize)
+        self.caches += (cached for cached in caches if not cached.cache_info().currsize)
 
-    def keep_results(self) -> None:
-        """Let functions remember their results."""
-        self._caches.clear()
+    def keep_results(self, kept: Container[Any]) -> None:
+        """Let these functions remember their results."""
+        self.caches = [cached for cached in self.caches if cached not in kept]
 
     def as_now(self) -> Contents:
         """Return what the same owners hold now."""
@@ -301,7 +301,7 @@ class Contents:
 
     def restore(self) -> None:
         """Put everything back."""
-        for cached in self._caches:
+        for cached in self.caches:
             cached.cache_clear()
         for (_, name), (owner, content) in self._held.items():
             if name is not None or isinstance(owner, CellType):

@@ -75,9 +75,10 @@ _BUFFERS: tuple[Any, ...] = (
 )
 _SLOT = MemberDescriptorType
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__closure__")
-# Bags of attributes, and loggers, which change whenever anybody logs.
-# Of loggers and of their manager: whether one would log.
-DECIDES = frozenset(("level", "parent", "disabled", "manager", "_disable"))
+# Of loggers, which change whenever anybody logs, their manager and handlers: whether one would log.
+DECIDES = frozenset(
+    (*("level", "parent", "disabled", "manager", "_disable"), *("handlers", "propagate", "filters"))
+)
 BOUND = (BuiltinFunctionType, MethodWrapperType)  # methods written in C, which hold their object
 _OPEN = frozenset(("logging", "types", "argparse"))
 

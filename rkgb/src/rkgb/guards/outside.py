@@ -35,6 +35,7 @@ _changing: dict[tuple[int, str | None], tuple[Callable[[], Any], str | None]] = 
 _leading: dict[Hashable, tuple[Source, frozenset[str]]] = {}
 # Functions of users that remember their results, of all models.
 _caches: weakref.WeakSet[Any] = weakref.WeakSet()
+_kept: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose results a recording relies on
 _LOOKS_UP = "looks up its own modules, or what they hold, in what"
 
 
@@ -57,6 +58,7 @@ class OutsideState:
     def __init__(self, *, lends: bool = False) -> None:
         self._contents = Contents()
         self._contents.add_caches(_caches)
+        _kept.difference_update(self._contents.caches)
         # Whoever looks at calls in this thread looks at the user's: copying is none of theirs.
         looking = sys.getprofile()
         sys.setprofile(None)
@@ -74,6 +76,7 @@ class OutsideState:
 
     def restore(self) -> None:
         """Put it back."""
+        self._contents.keep_results(_kept)
         self._contents.restore()
 
 
@@ -283,7 +286,8 @@ class Outside:
                 module_path=path,
             )
         if not any(_has_stand_ins(cached) for cached, _ in self._cached.values()):
-            self.contents.keep_results()
+            _kept.update(self.contents.caches)
+            self.contents.keep_results(_kept)
             self.remembers = any(map(self._new_keys, self._cached))
 
     def _new_keys(self, cached: int) -> list[Any]:

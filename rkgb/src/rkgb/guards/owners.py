@@ -19,6 +19,7 @@ _LIBRARIES = frozenset(
 _APART = frozenset(("importlib", "linecache", "logging", "tokenize", "traceback", "warnings"))
 # Of torch, what does as the standard library: it hands on what it has read.
 _HANDS_ON = frozenset(("torch.random", "torch.serialization"))
+_BETWEEN = frozenset(("rkgb.torch_api.patches", "rkgb.safeguards.traces"))  # of ours
 
 
 def is_users(module: object) -> bool:
@@ -47,6 +48,6 @@ def hands_on(module: object) -> bool:
         (True, False, False)
     """
     top = str(module).partition(".")[0]
-    if top == "torch":
-        return module in _HANDS_ON
+    if top in ("torch", "rkgb"):
+        return module in _HANDS_ON or module in _BETWEEN
     return top == "numpy" or (top in sys.stdlib_module_names and top not in _APART)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Se
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from logging import Logger, Manager
+from logging import Filterer, Manager
 from operator import attrgetter, is_, methodcaller
 from threading import local
 from types import FunctionType, MappingProxyType, MethodType, ModuleType, NoneType
@@ -430,7 +430,7 @@ class Watched:
                 self.entries(table).add_check(lambda: table.keys() - UNREAD == known)
             if self.is_read and keeps_to_itself(value):
                 names = {*table}  # its own Python reads them
-            if isinstance(value, (Logger, Manager)):
+            if isinstance(value, (Filterer, Manager)):  # loggers and handlers
                 names |= DECIDES & table.keys()
             found += self._entries_of(table, names, depth)
             self.entries(table).note_absent(asked)

@@ -31,7 +31,7 @@ from rkgb.module_state.start_of_call import FirstRun
 from rkgb.opaque.call import Call, Given, Place, TensorKind, run_call, same_plain_value, taken_apart
 from rkgb.opaque.gradients import added, gradients_of
 from rkgb.opaque.inner_graph import InnerGraph
-from rkgb.torch_api.quiet import without_prints
+from rkgb.safeguards.traces import without_traces
 
 # Strides of the gradients of a call's differentiable results; None if they do not matter.
 Tangents = tuple[tuple[int, ...] | None, ...]
@@ -253,7 +253,7 @@ class RunPieceAgain(_OfPiece):
 
     def __call__(self, *given: Any) -> tuple[Any, ...]:
         *taken, before = given
-        with before.start.as_then(), without_prints():
+        with before.start.as_then(), without_traces():
             made, inner = self.piece.run(taken)
         before.compare(made, inner)
         return (*made, inner, None)

@@ -6,11 +6,13 @@ random numbers.
 
 from __future__ import annotations
 
+import collections
 import io
 import random
 import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -99,38 +101,63 @@ class KeptState(ModuleState):
                 )
 
 
-class Printed(io.StringIO):
-    """Captures printed text, and the place of the first print; text of `ignored()` is dropped."""
+class RemembersError(Exception):
+    """Functions remember results that they have computed; what they said then, they say no more."""
+
+
+class Said:
+    """What a forward prints and logs, and the first place; what is `ignored()` is dropped."""
 
     def __init__(self, model: nn.Module, ignored: Callable[[], bool]) -> None:
-        super().__init__()
         self.model, self.ignored = model, ignored
         self.place = ("", "")
+        self._messages: list[tuple[str, Callable[[], object]]] = []
 
-    def write(self, text: str) -> int:
+    def add(self, text: str, put_out: Callable[[], object]) -> None:
+        """Note a message, and how it would have been put out."""
         if self.ignored():  # what runs whole prints at each step
-            return len(text)
-        if not self.place[1]:
+            return
+        if not self._messages:
             self.place = _here(self.model)
-        return super().write(text)
+        self._messages.append((text, put_out))
+
+    def put_out_but(self, again: Said) -> None:
+        """Put out what has not been said again: functions that remember say it once."""
+        known = collections.Counter(text for text, _ in again._messages)
+        for text, put_out in self._messages:
+            known[text] -= 1
+            if known[text] < 0:
+                put_out()
 
     def refuse(self) -> None:
-        """Refuse a forward that has printed.
+        """Refuse a forward that has said something.
 
         Raises:
-            SideEffectError: it has printed.
+            SideEffectError: it has printed or logged.
         """
-        if not self.getvalue():
+        if not self._messages:
             return
-        text = self.getvalue().strip()[:80].splitlines() or [""]
+        text = "".join(text for text, _ in self._messages).strip()[:80].splitlines() or [""]
         path, source = self.place
         raise SideEffectError.to_capture(
             type(self.model).__name__,
-            "remove the print, or move it out of forward",
-            f"its forward prints ({text[0]!r}), and a recording would print nothing",
+            "leave the message out, or move it out of forward",
+            f"its forward prints or logs {text[0]!r}, and a recording would do neither",
             f"{source} in {in_module(path)}",
             module_path=path,
         )
+
+
+class Printed(io.StringIO):
+    """Stands for a stream of Python's, whose text is not put out."""
+
+    def __init__(self, said: Said, name: str) -> None:
+        super().__init__()
+        self._said, self._put_out = said, getattr(sys, name).write
+
+    def write(self, text: str) -> int:
+        self._said.add(text, partial(self._put_out, text))
+        return len(text)
 
 
 def _here(model: nn.Module) -> tuple[str, str]:

@@ -18,6 +18,8 @@ from typing import Any
 
 from torch.nn.modules import module as torch_module
 
+from rkgb.torch_api.quiet import is_elsewhere
+
 _ABSENT: Any = object()  # the attribute is inherited
 _lock = threading.RLock()
 _standing: dict[int, _Replacement] = {}  # by id of the replacing object
@@ -143,16 +145,6 @@ def as_before(place: Any) -> Iterator[None]:
         with _lock:
             for replacement in mine:
                 replacement.begin()
-
-
-def is_elsewhere(here: int) -> bool:
-    """Return whether this is another thread than `here`, and not one of autograd's."""
-    now = threading.get_ident()
-    if now == here:
-        return False
-    # Python does not list autograd's threads, in which our backwards may run.
-    dummy = threading._DummyThread
-    return any(t.ident == now and not isinstance(t, dummy) for t in threading.enumerate())
 
 
 _TABLES: tuple[dict[int, Any], ...] = (

@@ -16,6 +16,16 @@ from collections.abc import Iterator
 from typing import Any
 
 
+def is_elsewhere(here: int) -> bool:
+    """Return whether this is another thread than `here`, and not one of autograd's."""
+    now = threading.get_ident()
+    if now == here:
+        return False
+    # Python does not list autograd's threads, in which our backwards may run.
+    dummy = threading._DummyThread
+    return any(t.ident == now and not isinstance(t, dummy) for t in threading.enumerate())
+
+
 class _Stream:
     """Replaces `sys.stdout` or `sys.stderr`; for other threads it behaves as the original."""
 

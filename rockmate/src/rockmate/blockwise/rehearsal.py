@@ -28,12 +28,8 @@ from rkgb.module_state import (
     finding_what_changes,
 )
 from rkgb.run import CompiledStep, StepProgram
-from rkgb.torch_api import (
-    gradients_kept,
-    placed_parameters,
-    without_hooks_after_gradients,
-    without_prints,
-)
+from rkgb.safeguards import without_traces
+from rkgb.torch_api import gradients_kept, placed_parameters, without_hooks_after_gradients
 from rockmate.arguments import Call
 from rockmate.blockwise.team import Team
 from rockmate.comparison.eager import losses_among, seed_backward
@@ -204,7 +200,7 @@ def kept_as_it_is(
             gradients_kept(leaves),
             without_hooks_after_gradients(leaves),
             KeptWrites(placed_parameters(model)),
-            without_prints(),
+            without_traces(),
         ):
             yield again
     finally:

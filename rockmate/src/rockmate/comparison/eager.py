@@ -23,13 +23,8 @@ from rkgb.engine import Sample, trace_memory
 from rkgb.graphs import autocast_as
 from rkgb.module_state import PythonRandom
 from rkgb.recording import answering, as_written
-from rkgb.torch_api import (
-    gradients_kept,
-    leaves_behind,
-    placed_parameters,
-    run_backward,
-    without_prints,
-)
+from rkgb.safeguards import without_traces
+from rkgb.torch_api import gradients_kept, leaves_behind, placed_parameters, run_backward
 from rockmate.comparison.fingerprint import Fingerprints
 from rockmate.comparison.values import Values
 from rockmate.errors import RockmateError, UnsupportedModuleError
@@ -96,7 +91,7 @@ def run_step(
             ) from error
 
     try:
-        with results, without_prints():
+        with results, without_traces():
             trace = trace_memory(run, device)
         end = RngState.save(device)
     finally:

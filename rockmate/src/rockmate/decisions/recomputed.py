@@ -9,8 +9,6 @@ compared.
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -24,6 +22,7 @@ from rkgb.graphs import ambient_autocast, autocast_as
 from rkgb.guards import Readable
 from rkgb.module_state import FirstRun
 from rkgb.recording import transparent_checkpoints
+from rkgb.safeguards import without_traces
 from rkgb.torch_api import has_saved_hooks
 from rockmate.comparison.contents import Contents
 from rockmate.errors import ChangedTensorError
@@ -177,7 +176,7 @@ class _Call:
             plain(),
             transparent_checkpoints(),
             saved_tensors_hooks(pack, unpack),
-            contextlib.redirect_stdout(io.StringIO()),
+            without_traces(),
         ):
             self.view.forward(*args, **kwargs)
         kinds = [(t.shape, t.dtype) for t, _ in found]

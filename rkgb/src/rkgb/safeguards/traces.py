@@ -1,0 +1,135 @@
+"""Keeps what runs once more from leaving traces outside of the process.
+
+The forward of a user may print, log, write files and set variables of the environment. It runs more
+often than the user has called it, while it is planned and where a part is computed again, so that
+all this would be there more often than in plain PyTorch. The first run of a step leaves all of it,
+as the parts that do so run whole.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import io
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+
+from rkgb.guards import is_users
+from rkgb.torch_api import without_prints
+from rkgb.torch_api.patches import Patches
+
+# Of libraries, what opens the files that a user names. Others' own files are left alone: compiled
+# code, caches.
+_OPEN_FOR_USERS = frozenset(("numpy", "pathlib", "gzip", "codecs", "pandas", "PIL"))
+# Loggers whose messages are not the user's.
+_APART = frozenset(("rkgb", "rockmate", "rotor", "torch"))
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND
+
+
+@contextlib.contextmanager
+def without_traces(
+    said: Callable[[str, Callable[[], object]], object] | None = None,
+) -> Iterator[None]:
+    """While active, what this thread does leaves nothing outside of the process.
+
+    Prints and messages to loggers are dropped, the user's files to write are the null device, and
+    the environment is put back in the end. `said` gets what loggers would have put out, and
+    how; then prints are the caller's matter.
+    """
+    variables: dict[str, str | None] = {}  # of the environment, as they were
+
+    def log(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if logger.name.partition(".")[0] in _APART:
+            with without_prints("stderr"):
+                call_handlers(logger, record)
+        elif said is not None and _is_put_out(logger, record):
+            said(f"{record.getMessage()}\n", partial(logger.callHandlers, record))
+
+    def set_variable(name: Any, value: Any) -> None:
+        _keep(name, variables)
+        put(name, value)
+
+    def delete_variable(name: Any) -> None:
+        _keep(name, variables)
+        remove(name)
+
+    call_handlers, put, remove = logging.Logger.callHandlers, os.putenv, os.unsetenv
+    patches = Patches(
+        (
+            (logging.Logger, "callHandlers", log),
+            (os, "putenv", set_variable),
+            (os, "unsetenv", delete_variable),
+            (os, "open", _opening_by_flags(os.open)),
+            (torch, "save", _saving(torch.save)),
+            *((place, "open", _opening(io.open)) for place in (builtins, io)),
+        )
+    )
+    try:
+        with patches, contextlib.ExitStack() as stack:
+            for name in ("stdout", "stderr") if said is None else ():
+                stack.enter_context(without_prints(name))
+            yield
+    finally:
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _keep(name: Any, variables: dict[str, str | None]) -> None:
+    known = os.fsdecode(name)
+    variables.setdefault(known, os.environ.get(known))
+
+
+def _is_put_out(logger: logging.Logger, record: logging.LogRecord) -> bool:
+    """Return whether a handler would put out a message, as `logging` looks for one."""
+    around: logging.Logger | None = logger
+    found = list[logging.Handler]()
+    while around is not None:
+        found += around.handlers
+        around = around.parent if around.propagate else None
+    if not found and logging.lastResort is not None:
+        found.append(logging.lastResort)
+    return any(
+        record.levelno >= handler.level and not isinstance(handler, logging.NullHandler)
+        for handler in found
+    )
+
+
+def _is_for_users(frame: FrameType) -> bool:
+    name = frame.f_globals.get("__name__")
+    return is_users(name) or str(name).partition(".")[0] in _OPEN_FOR_USERS
+
+
+def _opening(before: Callable[..., Any]) -> Callable[..., Any]:
+    def open_file(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        writes = not isinstance(file, int) and not {*mode}.isdisjoint("wax+")
+        if writes and kwargs.get("opener") is None and _is_for_users(sys._getframe(2)):
+            file, mode = os.devnull, mode.replace("x", "w")
+        return before(file, mode, *args, **kwargs)
+
+    return open_file
+
+
+def _opening_by_flags(before: Callable[..., int]) -> Callable[..., int]:
+    def open_file(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & _WRITES and _is_for_users(sys._getframe(2)):
+            return before(os.devnull, flags & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC))
+        return before(path, flags, *args, **kwargs)
+
+    return open_file
+
+
+def _saving(before: Callable[..., Any]) -> Callable[..., Any]:
+    def save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        before(obj, io.BytesIO() if isinstance(f, (str, os.PathLike)) else f, *args, **kwargs)
+
+    return save
