@@ -292,7 +292,7 @@ def own_generator(m: Any, x: Tensor) -> Tensor:
     [
         (counting, r"attribute 'calls' .*module '1'\)\.\n.* looks at it, and then changes it"),
         (collecting, r"module '1'\)\.\n.* changes what attribute 'body' leads to \(list\)"),
-        (printing, r"test_refusals\.py:\d+ \(print\(\"here\"\)\) in module.*\n.*prints or logs 'here'"),
+        (printing, r"test_refusals\.py:\d+ \(print\(\"here\"\)\) in module.*\n.* logs 'here'"),
         (python_random, r"test_refusals\.py:\d+ \(scale = 1.*\n.* draws from Python's `random`"),
         (numpy_random, r"test_ref.*:\d+ \(scale = float.*\n.*draws from numpy's random numbers"),
         (seeding, r"test_refusals\.py:\d+ \(torch\.manual_seed.*\n.*sets the state of torch's"),
