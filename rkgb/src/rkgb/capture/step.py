@@ -85,7 +85,8 @@ class RecordedStep:
         self.codes = CodeWatch(lambda: places.path, self.outside.note)
         # Code of the user's Functions and hooks that runs in the backward.
         self.backward_codes = CodeWatch(
-            lambda: places.path, elsewhere=lambda: current_autograd_node() is not None
+            *(lambda: places.path, self.outside.note),
+            elsewhere=lambda: current_autograd_node() is not None,
         )
         if way.keeps_content or not way.repeats:
             self.recorder.repeated = None
@@ -191,8 +192,13 @@ class RecordedStep:
             self._refuse_on_host(root_names, kind)
             flows = flows_of(roots)
             del outputs
+            attributes = Attributes(self.twin)
             with self._following(self.backward_codes):
                 tangent_names, kind = backward.run(roots, kind, flows)
+            if ran := self.backward_codes.seen.values():
+                before.refuse_changes(self._call, lambda: self.recorder.is_paused, ran)
+                attributes.refuse_assigned_in_backward()
+                self.outside.refuse(ran, self.originals)
         return self._graph(
             outputs=names,
             output_spec=output_spec,

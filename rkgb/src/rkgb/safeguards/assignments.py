@@ -90,6 +90,16 @@ class Attributes:
                 error.target = path, name
                 raise error
 
+    def refuse_assigned_in_backward(self) -> None:
+        """Refuse a backward of the user's that sets attributes.
+
+        Raises:
+            SideEffectError: with the name of one.
+        """
+        for path, name in sorted(self.assigned()):
+            what = f"sets the attribute '{name}' in its backward"
+            raise self._refusal(SideEffectError, what, "", f"of {in_module(path)}")
+
     def _refusal(self, kind: type[_Refusal], what: str, path: str, where: str) -> _Refusal:
         return kind.to_capture(
             type(self.twin).__name__,
