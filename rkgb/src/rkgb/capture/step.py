@@ -150,9 +150,9 @@ class RecordedStep:
             contextlib.ExitStack() as stack,
             without_warnings(),
             set_detect_anomaly(False),  # which looks for NaN in each gradient: no decision
+            without_traces(self.said.add),
             printing_to(Printed(self.said, "stdout")),
             printing_to(Printed(self.said, "stderr"), "stderr"),
-            without_traces(self.said.add),
             no_reading(self.recorder),
             self.recorder.patched(self.functions),
             self.recorder,

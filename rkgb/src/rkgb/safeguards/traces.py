@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from rkgb.guards import is_users
-from rkgb.torch_api import without_prints
 from rkgb.torch_api.patches import Patches
+from rkgb.torch_api.quiet import printing_to, without_prints
 
 # Of libraries, what opens the files that a user names. Others' own files are left alone: compiled
 # code, caches.
@@ -44,10 +44,11 @@ def without_traces(
     how; then prints are the caller's matter.
     """
     variables: dict[str, str | None] = {}  # of the environment, as they were
+    told = sys.stderr  # where our own messages go
 
     def log(logger: logging.Logger, record: logging.LogRecord) -> None:
         if logger.name.partition(".")[0] in _APART:
-            with without_prints("stderr"):
+            with printing_to(told, "stderr"):
                 call_handlers(logger, record)
         elif said is not None and _is_put_out(logger, record):
             said(f"{record.getMessage()}\n", partial(logger.callHandlers, record))
