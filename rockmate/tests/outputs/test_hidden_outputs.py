@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rockmate import Rockmate
+from rockmate import Rockmate, UnsupportedModuleError
 
 WIDTH, ROWS = 24, 48
 
@@ -325,3 +325,42 @@ def test_what_is_asked_for_first_is_as_in_plain_pytorch(name: str) -> None:
         theirs = run(twin, [LOOPS[loop]], twin, 2)
         for step, (found, expected) in enumerate(zip(mine, theirs, strict=True)):
             assert_same(found, expected, f"{loop}, step {step}")
+
+
+class Normed(nn.Module):
+    """Its second weight is made in the forward, and is an output as well: an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.utils.spectral_norm(nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(x)
+        return self.second(hidden), hidden
+
+
+def test_a_hook_that_comes_late_gets_a_gradient_or_the_step_is_refused() -> None:
+    torch.manual_seed(0)
+    model, sample = Normed(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    planned = Rockmate(model, (sample,), 1.0, cost="flops", cache=False, progress=False)
+    seen = []
+
+    def step(module: nn.Module) -> Tensor:
+        result, hidden = module(sample)
+        hidden.register_hook(seen.append)
+        result.square().sum().backward()
+        return seen.pop()
+
+    with pytest.raises(UnsupportedModuleError, match="Run the step again"):
+        step(planned)
+    assert seen == []
+    model.load_state_dict(plain.state_dict())
+    model.zero_grad()
+    assert torch.equal(step(planned), step(plain))
+    assert all(map(torch.equal, _gradients(model), _gradients(plain)))
+
+
+def _gradients(module: nn.Module) -> list[Tensor]:
+    return [p.grad for p in module.parameters() if p.grad is not None]

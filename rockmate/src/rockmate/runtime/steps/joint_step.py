@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -119,14 +119,29 @@ class LateSplitStep(SplitStep):
         self.go_on()
         while self.program is not None and self.may_take() and not self.is_over:
             self.take()
+        if self.program is not None and self._come_too_late(flows[place].reaches):
+            self.refuse_late()
         found: list[Tensor | None] = []
         for other in flows[place].reaches:
             parts = self.parts.pop(other, [])
             found += [*parts, *(None,) * (flows[other].uses - len(parts))]
         return found
 
+    def _come_too_late(self, reached: Collection[int]) -> bool:
+        """Whether parts for one of these come after the sum of another, which does not lead to it.
+
+        Then nothing that is still to run could hand them on.
+        """
+        outputs, taken = self.runs.outputs, self.taken
+        waits = {place for place in (self.at, *outputs.received[taken:]) if place is not None}
+        return any(
+            other in outputs.given[taken:]
+            and not any(other in self.flows[place].reaches for place in waits - {other})
+            for other in reached
+        )
+
     def refuse_late(self) -> None:
-        """Refuse to split a backward that starts at several results.
+        """Refuse to split a backward that starts at several results, or asks in another order.
 
         Raises:
             UnsupportedModuleError: always.
@@ -135,7 +150,8 @@ class LateSplitStep(SplitStep):
         assert self.variant is not None
         self.backwards.for_backward(kind, self.variant)
         raise UnsupportedModuleError(
-            "a backward that begins at several outputs of a Rockmate module goes through others of "
-            "them, whose gradients are asked for, by hooks or by torch.autograd.grad, for the "
-            "first time. Run the step again: it is planned for that from now on."
+            "a backward from outputs of a Rockmate module goes through others of them, whose "
+            "gradients are asked for, by hooks or by torch.autograd.grad, for the first time, and "
+            "in an order in which this step does not make them. Run the step again: it is planned "
+            "for that from now on."
         )
