@@ -148,6 +148,7 @@ class Reached:
         self.used: list[Any] = []
         self.caches: list[Any] = []  # functions that remember their results
         self.long: list[Any] = []  # longer than a guard looks at
+        self.closed: list[Any] = []  # modules and tensors
         self.keys: list[Any] = []  # of dicts, and items of sets, but those that count by value
 
     def add(self, value: Any, depth: int = 0) -> None:
@@ -160,6 +161,8 @@ class Reached:
         if value is None or id(value) in self.owners:
             return
         if isinstance(value, _CLOSED):
+            if isinstance(value, (Tensor, nn.Module)):
+                self.closed.append(value)
             is_outside = self.inside is not None and id(value) not in self.inside
             if is_outside and isinstance(value, nn.Module) and depth < _DEPTH:
                 self._follow_module(value, depth + 1)

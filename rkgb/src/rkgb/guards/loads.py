@@ -21,8 +21,12 @@ class Loads:
     attributes: dict[str, int]
     imports: dict[str, int]  # modules that are imported in it
     stores: dict[str, int]  # global variables and those of functions around it that it sets
+    compares: set[str]  # `IS`, but with constants, `IN`, `EQUALS`; also in what it makes
 
 
+IS, IN, EQUALS = "is", "in", "=="
+# By these, a list is searched.
+_SEARCHES = frozenset(("index", "count", "remove"))
 ANY = "*"  # as the name of an attribute
 _known: dict[int, tuple[CodeType, Loads]] = {}  # codes compare by value, and are few
 _MOST = 20_000
@@ -39,7 +43,8 @@ def loads_of(code: CodeType) -> Loads:
 
 
 def _read(code: CodeType) -> Loads:
-    found = Loads({}, {}, {}, {}, {})
+    found = Loads({}, {}, {}, {}, {}, set())
+    before = ""
     line = code.co_firstlineno
     for step in dis.get_instructions(code):
         line = step.starts_line if isinstance(step.starts_line, int) else line
@@ -49,6 +54,12 @@ def _read(code: CodeType) -> Loads:
             found.globals.setdefault(name, line)
         elif kind in _ATTRIBUTES:
             found.attributes.setdefault(name, line)
+        elif kind == "IS_OP" and before != "LOAD_CONST":
+            found.compares.add(IS)
+        elif kind == "COMPARE_OP" and step.argval in ("==", "!="):
+            found.compares.add(EQUALS)
+        elif kind == "CONTAINS_OP":
+            found.compares.add(IN)
         elif kind == "IMPORT_NAME":
             found.imports.setdefault(name, line)
         elif kind in ("STORE_GLOBAL", "DELETE_GLOBAL"):
@@ -56,9 +67,13 @@ def _read(code: CodeType) -> Loads:
         elif kind.endswith("_DEREF") and name in code.co_freevars:
             stores = kind.startswith(("STORE", "DELETE"))
             (found.stores if stores else found.free).setdefault(name, line)
+        before = kind
+    if not _SEARCHES.isdisjoint(found.attributes):
+        found.compares.add(IN)
     for inner in code.co_consts:  # functions that it makes read its variables, and set them
         if isinstance(inner, CodeType):
             of_inner = loads_of(inner)
+            found.compares.update(of_inner.compares)
             for name in {*inner.co_freevars} & {*code.co_freevars}:
                 sets = name in of_inner.stores
                 (found.stores if sets else found.free).setdefault(name, inner.co_firstlineno)

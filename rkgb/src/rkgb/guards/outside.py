@@ -22,6 +22,7 @@ from rkgb.guards.code_watch import Seen
 from rkgb.guards.contents import OF_MODULE, Contents, Reached, has_content, is_used_up
 from rkgb.guards.entries import cell_content, remembered
 from rkgb.guards.holding import CACHED
+from rkgb.guards.identities import identities_asked
 from rkgb.guards.loads import loads_of
 from rkgb.guards.owners import is_users
 from rkgb.guards.sources import Source, Sources, function_named, look_up, see_frozen, unbound
@@ -358,7 +359,9 @@ class Outside:
         yield from self._of_caches(seen)
         if of_piece:
             yield from self._of_modules(sources, paths, self._direct)
-        else:  # a forward may reach into any module, also one that it does not call
+        else:
+            yield from identities_asked(seen, copies, self._inside)
+            # A forward may reach into any module, also one that it does not call.
             every = {path for path, _ in self._twin.named_modules()}
             yield from self._of_modules(sources, every, frozenset())
 
