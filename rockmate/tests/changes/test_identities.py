@@ -105,3 +105,29 @@ def test_what_compares_with_none_is_planned() -> None:
     parts = [model.first]
     planned = Rockmate(model, (given,), 1.0, cost="flops", cache=False, progress=False)
     assert not planned.plan.opaque
+
+
+class Remembering(nn.Module):
+    """Reads what it has kept by way of a variable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        before = getattr(held, "before", None)
+        self.before = y.detach()
+        return y if before is None else y + before.mean()
+
+
+def test_what_it_keeps_is_read_by_way_of_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Remembering()
+    monkeypatch.setitem(globals(), "held", model)
+    planned = Rockmate(model, (given,), 1.0, cost="flops", cache=False, progress=False)
+    found = []
+    for module in (planned, model):
+        vars(model).pop("before", None)
+        found.append([module(given).detach() for _ in range(3)])
+    assert all(map(torch.equal, *found))
+    assert not torch.equal(found[0][0], found[0][1])

@@ -169,6 +169,7 @@ class RecordedStep:
             ran = self.codes.seen.values()
             before.refuse_changes(self._call, lambda: self.recorder.is_paused, ran)
             self.outside.refuse(ran, self.originals)
+            self.outside.refuse_read_elsewhere(self.hidden.targets, [*ran], self.originals)
             if self.outside.remembers and not self.remembers:
                 raise RemembersError
             self.said.refuse()

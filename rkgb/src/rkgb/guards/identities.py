@@ -11,14 +11,20 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rkgb.guards.code_watch import Seen
 from rkgb.guards.contents import Reached
-from rkgb.guards.loads import EQUALS, IN, IS, loads_of
+from rkgb.guards.loads import ANY, EQUALS, IN, IS, loads_of
 from rkgb.guards.sources import Sources
 
 _SEARCHED = (list, tuple, deque)
+
+
+def identity(value: Any) -> int:
+    """Return what tells an object from others; a view of a module is the module."""
+    is_module = issubclass(type(value), nn.Module)  # not `isinstance`, which asks objects
+    return id(vars(value).get("_modules", value) if is_module else value)
 
 
 def identities_asked(
@@ -28,7 +34,7 @@ def identities_asked(
 
     `copies` are the originals of what the module holds, by the identity of their copies.
     """
-    own = frozenset(map(id, copies.values()))
+    own = frozenset(map(identity, copies.values()))
     for one in seen:
         asks = loads_of(one.code).compares
         for source in _sources(one, copies).places.values() if asks else ():
@@ -36,12 +42,33 @@ def identities_asked(
             reached.add(value := source.read())
             held = (value, *reached.closed, *reached.owners.values())
             if (
-                (IS in asks and any(isinstance(v, Tensor) or id(v) in own for v in held))
+                (IS in asks and any(isinstance(v, Tensor) or identity(v) in own for v in held))
                 or (IN in asks and any(_holds(v, own) for v in held))
-                or (EQUALS in asks and isinstance(source.owner, dict) and id(value) in own)
+                or (EQUALS in asks and isinstance(source.owner, dict) and identity(value) in own)
             ):
                 yield max(one.paths), f"may compare its own with what {source.named} leads to"
                 break
+
+
+def set_and_read(
+    seen: Iterable[Seen],
+    copies: Mapping[int, Any],
+    inside: Collection[int],
+    own: Mapping[int, Collection[str]],
+) -> Iterator[tuple[str, str]]:
+    """Yield submodules whose functions may read what is set on their own, by way of outside.
+
+    `own` are the modules on which attributes are set, by the identity of the originals.
+    """
+    for one in seen:
+        names = {*loads_of(one.code).attributes, *one.names}
+        for source in _sources(one, copies).places.values():
+            reached = Reached(frozenset(names), inside)
+            reached.add(source.read())
+            for module in reached.closed:
+                for name in own.get(identity(module), ()):
+                    if name in names or ANY in names:
+                        yield max(one.paths), f"sets '{name}', and may read it by {source.named}"
 
 
 def _sources(one: Seen, copies: Mapping[int, Any]) -> Sources:
@@ -49,4 +76,4 @@ def _sources(one: Seen, copies: Mapping[int, Any]) -> Sources:
 
 
 def _holds(value: Any, own: Collection[int]) -> bool:
-    return type(value) in _SEARCHED and any(id(item) in own for item in value)
+    return type(value) in _SEARCHED and any(identity(item) in own for item in value)

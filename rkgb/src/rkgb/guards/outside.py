@@ -22,7 +22,7 @@ from rkgb.guards.code_watch import Seen
 from rkgb.guards.contents import OF_MODULE, Contents, Reached, has_content, is_used_up
 from rkgb.guards.entries import cell_content, remembered
 from rkgb.guards.holding import CACHED
-from rkgb.guards.identities import identities_asked
+from rkgb.guards.identities import identities_asked, identity, set_and_read
 from rkgb.guards.loads import loads_of
 from rkgb.guards.owners import is_users
 from rkgb.guards.sources import Source, Sources, function_named, look_up, see_frozen, unbound
@@ -290,6 +290,27 @@ class Outside:
             _kept.update(self.contents.caches)
             self.contents.keep_results(_kept)
             self.remembers = any(map(self._new_keys, self._cached))
+
+    def refuse_read_elsewhere(
+        self, names: Collection[tuple[str, str]], seen: list[Seen], copies: Mapping[int, Any]
+    ) -> None:
+        """Refuse a forward that sets attributes, and may read them by another way than self.
+
+        Raises:
+            SideEffectError: with the module, and the line.
+        """
+        modules = dict(self._twin.named_modules())
+        own: dict[int, set[str]] = {}
+        for path, name in names:
+            own.setdefault(identity(copies.get(id(modules[path]))), set()).add(name)
+        for path, text in set_and_read(seen, copies, self._inside, own) if own else ():
+            raise SideEffectError.to_capture(
+                type(self._twin).__name__,
+                "take attributes from self",
+                f"its forward {text}, where it would not be seen",
+                in_module(path),
+                module_path=path,
+            )
 
     def _new_keys(self, cached: int) -> list[Any]:
         """Return by what a function remembers results that it has computed meanwhile."""
