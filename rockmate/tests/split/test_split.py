@@ -448,3 +448,31 @@ def test_what_a_chain_has_made_may_be_written_to(how: str) -> None:
         torch.manual_seed(7)
         found.append(steps(module, (x,)))
     assert_near(*found)
+
+
+class _Shifted(nn.Module):
+    """Few nodes with an empty batch, as many for another: the last are cut alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y = y + y.mean(-1, keepdim=True).expand_as(y)
+        y = y + torch.rand(y.shape[-1])
+        result: Tensor = self.last(y) + x
+        return result
+
+
+def test_an_empty_batch_after_steps_that_are_cut_alone() -> None:
+    torch.manual_seed(0)
+    model, sample = _Shifted(), torch.randn(80, 8, 4, 4)
+    options: dict[str, Any] = {"planner": "segments", "cost": "flops", "split": "exact"}
+    options |= {"self_test": False, "cache": False, "progress": False}
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        Rockmate(model, (sample,), 1, **options)
+    planned = Rockmate(model, (sample,), refused.value.minimum_bytes, **options)
+    assert planned.plan.cut
+    planned(sample).square().mean().backward()
+    assert planned(sample[:0]).shape == (0, 8, 4, 4)

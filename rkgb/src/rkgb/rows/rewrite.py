@@ -108,7 +108,9 @@ def cut_in_rows(dg: DataFlowGraph, how: Cut, same_bits: SameBits | None = None) 
             runs.append((run, wide))
             taken.update(run)
     runs += [
-        ((index,), "") for index in how.alone if index not in taken and can_be_cut((index,), "")
+        ((index,), "")
+        for index in how.alone  # of the sample's graph: that of another call may be shorter
+        if index not in taken and index < len(plain.nodes) and can_be_cut((index,), "")
     ]
     merged = D_to_S(dg, passes=(*PLANNED_PASSES, merging(plain, [run for run, _ in runs])))
     nodes: dict[int, SimplifiedNode] = {}
