@@ -5,7 +5,8 @@ Gets the functions that run while a step is recorded; gives the places that the 
 Read code_watch.py (which functions run), on loads.py (what a function loads), doors.py (what it
 reads through functions written in C) and owners.py (whose it is), then sources.py (the places that
 are read), and watched.py (what a value counts as, and whether it is the same still), on entries.py
-(dicts) and holding.py (what values hold, by kind).
+(dicts) and holding.py (what values hold, by kind). outside.py finds what a forward changes there,
+on contents.py (what it held before) and identities.py (whether it compares its own with it).
 """
 
 from rkgb.guards.code_watch import CodeWatch
