@@ -278,14 +278,11 @@ class Outside:
         Raises:
             SideEffectError: with the module, and the line.
         """
-        for path, text in self.reasons([*seen], copies):
-            raise SideEffectError.to_capture(
-                type(self._twin).__name__,
-                "pass what it gives as an argument, or do it outside of forward",
-                f"its forward {text}, which a recording would not do again",
-                in_module(path),
-                module_path=path,
-            )
+        self._refuse_first(
+            self.reasons([*seen], copies),
+            "pass what it gives as an argument, or do it outside of forward",
+            "which a recording would not do again",
+        )
         if not any(_has_stand_ins(cached) for cached, _ in self._cached.values()):
             _kept.update(self.contents.caches)
             self.contents.keep_results(_kept)
@@ -303,11 +300,17 @@ class Outside:
         own: dict[int, set[str]] = {}
         for path, name in names:
             own.setdefault(identity(copies.get(id(modules[path]))), set()).add(name)
-        for path, text in set_and_read(seen, copies, self._inside, own) if own else ():
+        if own:
+            found = set_and_read(seen, copies, self._inside, own)
+            self._refuse_first(found, "take attributes from self", "where it would not be seen")
+
+    def _refuse_first(self, found: Iterable[tuple[str, str]], remedy: str, why: str) -> None:
+        """Refuse the first submodule, if there is one, with what its forward does in words."""
+        for path, text in found:
             raise SideEffectError.to_capture(
                 type(self._twin).__name__,
-                "take attributes from self",
-                f"its forward {text}, where it would not be seen",
+                remedy,
+                f"its forward {text}, {why}",
                 in_module(path),
                 module_path=path,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,10 +59,7 @@ class BitsOfPieces:
                         part = piece_of(whole[theirs], cut or (), index, runs)
                         yield same_values(ours[own], part)
 
-        if key not in self._known:
-            with drawing_nothing(self.basic.device), torch.no_grad(), straight_to_kernels():
-                self._known[key] = all(compared())
-        return self._known[key]
+        return self._are_all(key, compared())
 
     def of_series(self, recorded: Sequence[Op], others: Sequence[Op]) -> bool:
         """Return whether operations make what recorded ones make, with the same bits."""
@@ -83,9 +80,13 @@ class BitsOfPieces:
             for name in {n for op in others for n in op.results} & whole.keys():
                 yield same_values(whole[name], parts[name])
 
+        return self._are_all(key, compared())
+
+    def _are_all(self, key: Hashable, compared: Iterator[bool]) -> bool:
+        """Return whether all results are the same, which is compared once."""
         if key not in self._known:
             with drawing_nothing(self.basic.device), torch.no_grad(), straight_to_kernels():
-                self._known[key] = all(compared())
+                self._known[key] = all(compared)
         return self._known[key]
 
 
