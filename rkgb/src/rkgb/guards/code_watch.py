@@ -20,7 +20,7 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, FrameType
 from typing import Any
 
-from rkgb.guards.doors import Door, door_of, says, told
+from rkgb.guards.doors import Door, door_of, is_of_library, says, told
 from rkgb.guards.loads import ANY
 from rkgb.guards.owners import is_ours, is_users
 from rkgb.torch_api.patches import Patches
@@ -266,7 +266,7 @@ class CodeWatch:
         handed_on = before if callable(before) else None  # one that is written in C waits
 
         def profile(frame: FrameType, event: Any, called: Any) -> None:
-            if event == "c_call":
+            if event == "c_call" and not is_of_library(frame, called):
                 door = door_of(called)
                 seen = None if door is None else self._reader(door, frame)
                 if door is not None and seen is not None:

@@ -150,6 +150,8 @@ def _doors() -> dict[str, dict[str, Door]]:
 
 
 _DOORS = _doors()
+# Who asks how torch is set may be a library, for the user's code around it.
+_TORCHS_NAMES = frozenset(name for name, homes in _DOORS.items() if _TORCHS in homes)
 _found: dict[tuple[int, str], tuple[Any, Door | None]] = {}  # by the holder, which is kept alive
 _MOST = 20_000
 
@@ -171,6 +173,12 @@ def door_of(called: Any) -> Door | None:
         kept = called.__module__ if holder is None else holder
         known = _found[place] = kept, _look_up(called, holder)
     return known[1]
+
+
+def is_of_library(frame: FrameType, called: Any) -> bool:
+    """Whether a library calls a function written in C for itself, so that no door matters."""
+    name = frame.f_globals.get("__name__")
+    return not (is_users(name) or hands_on(name) or called.__name__ in _TORCHS_NAMES)
 
 
 def _look_up(called: Any, holder: Any) -> Door | None:

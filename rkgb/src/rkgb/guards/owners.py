@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 _OURS = ("rkgb", "rockmate", "rotor")  # of which nets and tests are read as a user's
@@ -29,10 +30,13 @@ def is_users(module: object) -> bool:
         >>> is_users("torch.nn.functional"), is_users("my_model.config")
         (False, True)
     """
-    if not isinstance(module, str) or module == "__main__":
-        return True
+    return not isinstance(module, str) or _is_users(module)
+
+
+@functools.cache  # it is asked at every call into C while a step is recorded
+def _is_users(module: str) -> bool:
     top = module.partition(".")[0]
-    return top not in _LIBRARIES or (top in _OURS and ".test" in module)
+    return module == "__main__" or top not in _LIBRARIES or (top in _OURS and ".test" in module)
 
 
 def is_ours(module: object) -> bool:
@@ -47,7 +51,12 @@ def hands_on(module: object) -> bool:
         >>> hands_on("pathlib"), hands_on("logging.handlers"), hands_on("torch.nn.functional")
         (True, False, False)
     """
-    top = str(module).partition(".")[0]
+    return _hands_on(str(module))
+
+
+@functools.cache
+def _hands_on(module: str) -> bool:
+    top = module.partition(".")[0]
     if top in ("torch", "rkgb"):
         return module in _HANDS_ON or module in _BETWEEN
     return top == "numpy" or (top in sys.stdlib_module_names and top not in _APART)
