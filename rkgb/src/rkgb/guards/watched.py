@@ -62,7 +62,7 @@ from rkgb.guards.holding import (
 )
 from rkgb.guards.loads import ANY
 from rkgb.guards.owners import is_users
-from rkgb.torch_api import has_in_head, unusual_facts
+from rkgb.torch_api import Settings, has_in_head, settings_of, unusual_facts
 
 # Dynamo wraps these of `nn.Module` when it compiles for the first time: they only count modules.
 _TAGGED_BY_DYNAMO = frozenset(("__init__", "__setstate__"))
@@ -297,6 +297,14 @@ class Watched:
         pairs = zip(table, results, strict=True)
         return found, *((Same(key), self.worth(result, depth + 1)) for key, result in pairs)
 
+    def _settings(self, module: Settings, depth: int) -> Hashable:
+        """Return what a module of torch's settings counts as: by those that are asked for."""
+        names = [n for n in settings_of(module) if self.asked.issuperset(n.split("."))]
+        held = [getattr(module, name, ABSENT) for name in names]
+        if names:
+            self.checks.append(lambda: identical([getattr(module, n, ABSENT) for n in names], held))
+        return Same(module), *names, *(self.worth(one, depth + 1) for one in held)
+
     def _followed(self, value: Any, depth: int) -> Hashable:
         kind = type(value)
         if issubclass(kind, partial):
@@ -308,6 +316,8 @@ class Watched:
             return self._weak(value, depth)
         if kind is CACHED:
             return self._cached(value, depth)
+        if issubclass(kind, Settings):
+            return self._settings(value, depth)
         if issubclass(kind, (attrgetter, methodcaller)):
             self.found |= names_asked_by(value)
             return Same(value)

@@ -34,7 +34,13 @@ from rkgb.torch_api.private.autograd import (
     without_hooks_after_gradients,
     without_saved_hooks,
 )
-from rkgb.torch_api.private.flags import is_cast_anew, kernel_flags, named_kernel_flags
+from rkgb.torch_api.private.flags import (
+    Settings,
+    is_cast_anew,
+    kernel_flags,
+    named_kernel_flags,
+    settings_of,
+)
 from rkgb.torch_api.private.memory import any_is_freed
 from rkgb.torch_api.private.modes import (
     DispatchMode,
@@ -55,6 +61,7 @@ __all__ = [
     "DispatchMode",
     "KernelChoice",
     "RecomputingAs",
+    "Settings",
     "TakingMost",
     "any_is_freed",
     "apply_function",
@@ -95,6 +102,7 @@ __all__ = [
     "running_a_forward",
     "same_kinds",
     "set_sequence_nr",
+    "settings_of",
     "straight_to_kernels",
     "unusual_facts",
     "unwatched",

@@ -41,6 +41,7 @@ TO_RUN_STEPS = (  # all of them are there once torch is imported
     *(f"torch.nn.modules.module._global_{h}_hooks" for h in ("forward_pre", "forward")),
     *(f"torch.nn.modules.module._global_{h}_hooks" for h in ("backward_pre", "backward")),
     *("torch.utils._device.DeviceContext", "torch.utils._pytree"),
+    "torch.utils._config_module.ConfigModule",
     *(f"torch.utils._python_dispatch.{n}" for n in ("TorchDispatchMode", "_pop_mode_temporarily")),
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
 )

@@ -10,6 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._config_module import ConfigModule as Settings
+
+
+def settings_of(module: Settings) -> list[str]:
+    """Return the names of what such a module sets, sorted; some have dots in them."""
+    return sorted(module._config)
 
 
 @contextlib.contextmanager
