@@ -17,7 +17,7 @@ class Head(nn.Module):
     def __init__(self, *, tied: bool = False, **options: Any) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm: nn.Module = nn.LayerNorm(WIDTH)
         self.out = nn.Linear(WIDTH, WORDS, bias=False)
         self.options = options
         if tied:
@@ -38,6 +38,38 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Layer(nn.Module):
+    """A layer of a language model of today: causal attention, and a gated perceptron."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, 4 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norms[0](x)
+        q, k, v = (f(h).unflatten(-1, (2, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).reshape(x.shape))
+        h = self.norms[1](x)
+        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
+
+
+class Language(Head):
+    """Layers between the words and the loss over them."""
+
+    def __init__(self, depth: int = 2, **options: Any) -> None:
+        super().__init__(**options)
+        self.norm = nn.RMSNorm(WIDTH)
+        self.layers = nn.Sequential(*(Layer(WIDTH) for _ in range(depth)))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.out(self.norm(self.layers(self.words(tokens))))
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), **self.options)
 
 
 def words(batch: int = 2, length: int = ROWS // 2) -> tuple[Tensor, Tensor]:

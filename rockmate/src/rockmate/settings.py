@@ -128,10 +128,6 @@ class Settings:
             raise ArgumentsError(
                 "plan= and compile=True exclude each other: a file knows no compiled code"
             )
-        if self.split and self.compile:
-            raise ArgumentsError(
-                f"split={self.split} and compile=True exclude each other: a plan has one of them"
-            )
         self._check_offload()
         object.__setattr__(self, "opaque", tuple(self.opaque))
         for name in ("plan", "cache"):

@@ -28,6 +28,6 @@ Read `pieces/` (`grouping`, `layouts`, `joint`, `formulas`), then `code/` (`halv
 `classes`, `sizes`, `known`), `rewrite`, `replacing`.
 """
 
-from rkgb.compiled.rewrite import CompiledGraph, compile_pieces
+from rkgb.compiled.rewrite import Apart, CompiledGraph, compile_pieces
 
-__all__ = ["CompiledGraph", "compile_pieces"]
+__all__ = ["Apart", "CompiledGraph", "compile_pieces"]

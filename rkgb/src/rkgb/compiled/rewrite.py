@@ -34,6 +34,7 @@ from rkgb.torch_api.private.inductor import refuse_missing_compiler
 
 _log = logging.getLogger("rkgb")
 Note = Callable[[str, float], None]  # what is being done, and the completed fraction
+PutInto = Callable[[SimplifiedGraph], SimplifiedGraph]
 _known = KnownClasses()
 _known_keeping = KnownClasses()  # their other partition
 
@@ -48,6 +49,17 @@ class EagerPiece:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.module_path or '(root)'}): {self.why}"
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Nodes that stay as `graph` has them, because they run in another way."""
+
+    graph: SimplifiedGraph
+    nodes: Collection[int]
+    why: str
+    # Returns another graph of the step, in which other nodes are merged, with these nodes.
+    put_into: PutInto
 
 
 @dataclass(frozen=True)
@@ -69,12 +81,13 @@ class CompiledGraph:
         other = {i: (self.pieces[i][0], self.keeping[i]) for i in nodes}
         return replaced(self.laid, {**self.pieces, **other})
 
-    def with_backward(self, basic: BasicGraph) -> SimplifiedGraph:
+    def with_backward(self, basic: BasicGraph, put_into: PutInto | None = None) -> SimplifiedGraph:
         """Return the same nodes with the backward of another recording of the same forward.
 
         The compiled forward may differ, because the saved tensors also depend on the backward.
+        `put_into` is as in `Apart`.
         """
-        sg = self.recorded.with_backward(basic)
+        sg = (put_into or _as_it_is)(self.recorded.with_backward(basic))
         wanted = [i for i, code in enumerate(self.classes) if code and not refusal(sg.nodes[i], sg)]
         stay = {*self.as_recorded}
         with drawing_nothing(basic.device):
@@ -94,9 +107,9 @@ class CompiledGraph:
 
 
 def compile_pieces(
-    dg: DataFlowGraph, note: Note | None = None, *, both: bool = False
+    dg: DataFlowGraph, note: Note | None = None, *, both: bool = False, apart: Apart | None = None
 ) -> CompiledGraph:
-    """Return the planned graph of `dg` with its pieces compiled.
+    """Return the planned graph of `dg` with its pieces compiled, but for nodes that are `apart`.
 
     With `both`, also compile the faster partitions that save more, if their bits are the same.
     `note` is called with each class and the completed fraction of pieces. The random state is
@@ -106,11 +119,13 @@ def compile_pieces(
         CompilerMissingError: inductor has no compiler for the device.
     """
     refuse_missing_compiler(dg.basic.device)
-    plain = D_to_S(dg, passes=PLANNED_PASSES)
+    apart = apart or Apart(D_to_S(dg, passes=PLANNED_PASSES), (), "", _as_it_is)
+    plain = apart.graph
     eager = {i: why for i, node in enumerate(plain.nodes) if (why := refusal(node, plain))}
+    eager.update(dict.fromkeys(apart.nodes, apart.why))
     before = _known.compiled
     with drawing_nothing(dg.basic.device):
-        compiling, recorded = _compiled(dg, plain, eager, note or _ignore)
+        compiling, merged, recorded = _compiled(dg, apart, eager, note or _ignore)
         keeping = compiling.keeping() if both else {}
     tried = {index for run in runs_of(plain, eager) for index in run}
     for index in range(len(plain.nodes)):
@@ -125,26 +140,29 @@ def compile_pieces(
         _log.debug("not compiled: %s", piece)
     return CompiledGraph(
         compiling.rewritten(),
-        *(compiling.recorded, compiling.sg, compiling.classes, _known.compiled - before),
+        *(merged, compiling.sg, compiling.classes, _known.compiled - before),
         *(tuple(pieces), recorded, compiling.compiled, keeping),
     )
 
 
 def _compiled(
-    dg: DataFlowGraph, plain: SimplifiedGraph, eager: dict[int, str], note: Note
-) -> tuple[_Compiling, frozenset[int]]:
-    """Compile the runs of `plain`; add nodes that do not compile to `eager`, with the reason.
+    dg: DataFlowGraph, apart: Apart, eager: dict[int, str], note: Note
+) -> tuple[_Compiling, SimplifiedGraph, frozenset[int]]:
+    """Compile the runs of a graph; add nodes that do not compile to `eager`, with the reason.
 
-    Also return the nodes that compile only with the recorded layout of their values.
+    Also return the graph as recorded, and the nodes that compile only with the recorded layout of
+    their values.
     """
+    plain = apart.graph
     stay: set[int] = set()  # indices in `plain`
     while True:
         runs = runs_of(plain, eager)
-        merged = D_to_S(dg, passes=(*PLANNED_PASSES, merging(plain, runs)))
+        together = [*runs, *((index,) for index in apart.nodes)]
+        merged = D_to_S(dg, passes=(*PLANNED_PASSES, merging(plain, together)))
         home = {p: i for i, node in enumerate(merged.nodes) for p in node.positions}
         at = [home[plain.nodes[run[0]].positions[0]] for run in runs]
         recorded = frozenset(i for i, run in zip(at, runs, strict=True) if stay & {*run})
-        compiling = _Compiling(merged, {*at} - recorded, note)
+        compiling = _Compiling(apart.put_into(merged), {*at} - recorded, note)
         failed = False
         for index, run in zip(at, runs, strict=True):
             why = compiling.compile(index)
@@ -159,17 +177,21 @@ def _compiled(
                     _log.warning("%s stays eager: %s", path or "(root)", why)
                 eager.update(dict.fromkeys(run, why))
         if not failed:
-            return compiling, recorded
+            return compiling, merged, recorded
 
 
 def _ignore(_: str, __: float) -> None: ...
+
+
+def _as_it_is(sg: SimplifiedGraph) -> SimplifiedGraph:
+    return sg
 
 
 class _Compiling:
     """Compiles nodes of a graph; values of nodes in `free` may change their layout."""
 
     def __init__(self, sg: SimplifiedGraph, free: Collection[int], note: Note) -> None:
-        self.recorded, self.laid = sg, channels_last(sg, free)
+        self.laid = channels_last(sg, free)
         self.sg, self.note = laid_out(sg, self.laid), note
         self.compiled: dict[int, tuple[Joint, CompiledClass]] = {}
 

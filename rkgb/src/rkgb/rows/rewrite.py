@@ -70,17 +70,28 @@ class CutGraph:
     how: Cut
     refused: tuple[str, ...] = field(default=())  # runs that stay whole, and why
 
-    def with_backward(
-        self, basic: BasicGraph, same_bits: SameBits | None = None
-    ) -> SimplifiedGraph:
+    def with_backward(self, basic: BasicGraph, same_bits: SameBits | None = None) -> CutGraph:
         """Return the same cuts with the backward of another recording of the same forward.
 
         Raises:
             NotByPiecesError: it reads values that this forward does not keep.
         """
-        merged = self.merged.with_backward(basic)
-        cut = [NodeInPieces(merged, n.index, n.rows, same_bits) for n in self.nodes]
-        return _with_cut(merged, {node.index: node.replaced() for node in cut}, cut)
+        return self.in_graph(self.merged.with_backward(basic), same_bits)
+
+    def in_graph(self, merged: SimplifiedGraph, same_bits: SameBits | None = None) -> CutGraph:
+        """Return the same cuts in another graph of the step that has the nodes to be cut.
+
+        Raises:
+            NotByPiecesError: a backward reads values that this forward does not keep.
+        """
+        at = [_home(merged, self.merged, (node.index,)) for node in self.nodes]
+        cut = [
+            NodeInPieces(merged, index, node.rows, same_bits)
+            for index, node in zip(at, self.nodes, strict=True)
+        ]
+        graph = _with_cut(merged, {node.index: node.replaced() for node in cut}, cut)
+        nodes = (replace(node, index=i) for i, node in zip(at, self.nodes, strict=True))
+        return replace(self, graph=graph, merged=merged, nodes=tuple(nodes))
 
 
 def cut_in_rows(dg: DataFlowGraph, how: Cut, same_bits: SameBits | None = None) -> CutGraph:

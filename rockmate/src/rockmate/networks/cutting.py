@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from rkgb.costs import Timing
 from rkgb.engine import B_to_D, Sample, external_values, operations, runnable
-from rkgb.graphs import BasicGraph
+from rkgb.graphs import BasicGraph, SimplifiedGraph
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.networks.keeping import measured_too
 from rockmate.networks.network import Network, assembled
@@ -32,6 +32,7 @@ from rockmate.settings import Terms
 from rockmate.solvers.least_budget import step_floors
 
 if TYPE_CHECKING:
+    from rkgb.compiled import CompiledGraph
     from rkgb.rows import BitsOfPieces, Cut, CutGraph, CutNode
 
 _log = logging.getLogger("rockmate")
@@ -181,16 +182,29 @@ def cutting_of(
         same_bits = BitsOfPieces(basic, external)
 
     def make(cut: CutGraph, times: bool) -> Network:
-        recorded = runnable(cut.graph)
+        compiled = _compiled_around(cut, same_bits) if settings.compile else None
+        recorded = runnable((compiled or cut).graph)
         graph, known = recorded.graph, whole.measured
         external = external_values(graph.basic, model, sample.leaves)
         measured = measured_too(known, graph, external, times=times, timing=_ONE_VISIT)
         if flops:
             measured = measured.by_flops(graph.basic, operations(graph))
-        network = assembled(graph, recorded, measured, external, coming=whole.coming)
+        network = assembled(graph, recorded, measured, external, compiled, whole.coming)
         return replace(network, cut=cut)
 
     return Cutting(whole, basic, make, not flops, same_bits)
+
+
+def _compiled_around(cut: CutGraph, same_bits: BitsOfPieces | None) -> CompiledGraph:
+    """Compile what does not run in pieces of rows."""
+    from rkgb.compiled import Apart, compile_pieces
+
+    def put_into(merged: SimplifiedGraph) -> SimplifiedGraph:
+        return cut.in_graph(merged, same_bits).graph
+
+    nodes = [node.index for node in cut.nodes]
+    apart = Apart(cut.graph, nodes, "runs in pieces of rows", put_into)
+    return compile_pieces(cut.merged.dataflow, apart=apart)
 
 
 def beside(plan: Plan, whole_ms: float) -> Plan:

@@ -255,7 +255,8 @@ def cut_parts(planned: Planned) -> tuple[str, ...]:
     cut = planned.network.cut
     if cut is None:
         return ()
-    near = [f"  {planned.comparison}"] if planned.comparison else []
+    is_told = planned.network.compiled is not None  # along with what is compiled
+    near = [f"  {planned.comparison}"] if planned.comparison and not is_told else []
     return (*(f"cut: {node}" for node in cut.nodes), *near)
 
 

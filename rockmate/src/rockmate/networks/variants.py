@@ -149,14 +149,17 @@ def _in_pieces(
     Raises:
         UnsupportedModuleError: parts in pieces of rows cannot be cut for these gradients.
     """
-    if network.compiled is not None:
-        return network.compiled.with_backward(basic)
-    assert network.cut is not None
+    cut, compiled = network.cut, network.compiled
     try:
+        if cut is None:
+            assert compiled is not None
+            return compiled.with_backward(basic)
         from rkgb.rows import BitsOfPieces
 
-        same = BitsOfPieces(basic, external) if network.cut.how.is_exact else None
-        return network.cut.with_backward(basic, same)
+        same = BitsOfPieces(basic, external) if cut.how.is_exact else None
+        if compiled is None:
+            return cut.with_backward(basic, same).graph
+        return compiled.with_backward(basic, lambda merged: cut.in_graph(merged, same).graph)
     except NotByPiecesError as error:
         raise UnsupportedModuleError(
             f"gradients have arrived at outputs of {basic.model_name} in another way than it was "

@@ -98,20 +98,19 @@ def _planned_anew(request: Request) -> Planned:
         budget_bytes = int(fraction * peak_of(eager, network))
     assert budget_bytes is not None
 
-    more: Keeping | Cutting[Network] | None = keeping
+    cutting: Cutting[Network] | None = None
     if settings.split:
-        more = cutting_of(network, request.basic, model, given, settings)
+        cutting = cutting_of(network, request.basic, model, given, settings)
 
-    def make(
-        more: Keeping | Cutting[Network] | None, within_bytes: int, blocks_bytes: int
-    ) -> Planned:
-        return _planned(request, network, within_bytes, eager, more, blocks_bytes)
+    def make(keeping: Keeping | None, within_bytes: int, blocks_bytes: int) -> Planned:
+        more = cutting, keeping
+        return _planned(request, network, within_bytes, eager, *more, blocks_bytes)
 
     if not settings.self_test:
-        return make(more, budget_bytes, 0)
+        return make(keeping, budget_bytes, 0)
     attempt = partial(tested, request, eager)
     try:
-        return within_blocks(partial(make, more), attempt, model, given, budget_bytes, 0)
+        return within_blocks(partial(make, keeping), attempt, model, given, budget_bytes, 0)
     except SelfTestError as error:
         if keeping is None:
             raise
@@ -124,19 +123,20 @@ def _planned(
     network: Network,
     budget_bytes: int,
     eager: StepResult | None,
-    more: Keeping | Cutting[Network] | None,
+    cutting: Cutting[Network] | None,
+    keeping: Keeping | None,
     blocks_bytes: int,
 ) -> Planned:
 
     def planner(problem: Problem) -> Plan:
         return _plan_within(request, problem, budget_bytes, blocks_bytes)
 
-    if isinstance(more, Cutting):
-        network, plan = more.chosen(planner)
-    else:
+    if cutting is None:
         plan = planner(network.problem)
-        if more is not None:
-            network, plan = more.chosen(plan, planner)
+    else:
+        network, plan = cutting.chosen(planner)
+    if keeping is not None and network.cut is None:
+        network, plan = keeping.chosen(plan, planner)
     plan = without_reruns(network, plan)
     return replace(
         compiled_plan(network, plan, request.sample, budget_bytes, request.phases),

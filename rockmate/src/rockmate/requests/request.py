@@ -108,7 +108,9 @@ class Request:
         again for other gradients, they are expected at all outputs.
         """
         with self.phases.phase("capture"), no_collection():
-            if self.kind is not None or not self.losses or self.settings.compile:
+            # Other backwards of compiled pieces are slow to make; rows are cut for losses.
+            is_for_all = self.settings.compile and not self.settings.split
+            if self.kind is not None or not self.losses or is_for_all:
                 return self._lowered(self.kind)
             basic, graph = self._lowered(BackwardKind.of_losses)
             if basic.kind.is_of_losses_alone and not can_run_again(graph.graph):
