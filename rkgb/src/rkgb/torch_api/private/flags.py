@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._config_module import ConfigModule as Settings
+from torch.utils._config_module import ConfigModule
+
+Settings = ConfigModule  # modules of them: of torch's compiler, mostly
 
 
 def settings_of(module: Settings) -> list[str]:
