@@ -79,6 +79,21 @@ class BrokenPieceError(TraceError):
     """An opaque call of a submodule fails, so an opaque call of a larger one would not help."""
 
 
+class DrawsAgainError(BrokenPieceError):
+    """A checkpoint does not keep the random state: its second run would draw other numbers."""
+
+    @classmethod
+    def at(cls, name: str, place: str) -> Self:
+        """Return the error for a model of this name, and a place where it draws."""
+        return cls.to_capture(
+            name,
+            "leave preserve_rng_state at True",
+            "its forward draws random numbers in a checkpoint that does not keep their state, so "
+            "that plain PyTorch computes gradients with others than the forward's",
+            place,
+        )
+
+
 class UnsupportedOpError(RkgbError, ValueError):
     """An operation of the module cannot be placed exactly."""
 

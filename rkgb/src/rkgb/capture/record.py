@@ -26,6 +26,7 @@ from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import (
     BrokenPieceError,
     ChangesArgumentsError,
+    DrawsAgainError,
     NeedsContentError,
     OtherTangentsError,
     ReadsDataError,
@@ -161,7 +162,8 @@ class _Recording:
                 if not can_go_on:
                     if isinstance(error, ChangesArgumentsError):
                         first.apart = tuple(self.failed)
-                    raise first from first.__cause__
+                    told = error if isinstance(error, DrawsAgainError) else first
+                    raise told from told.__cause__
                 stream.restore()
             finally:
                 settled.undo()

@@ -194,7 +194,8 @@ def run_call(
     """
     module = model.get_submodule(call.path)
     inputs_at = {storage_id(t): place for place, t in enumerate(tensors)}
-    inner = InnerGraph(path=call.path, inputs=inputs_at)
+    devices = (tensor.device for tensor in (*tensors, *module.parameters()))
+    inner = InnerGraph(call.path, next(devices, torch.device("cpu")), inputs=inputs_at)
     with back_to_autograd(), torch.set_grad_enabled(call.grad_mode), autocast_as(call.autocast):
         inputs = []
         for tensor, wants in zip(tensors, call.wanting, strict=True):

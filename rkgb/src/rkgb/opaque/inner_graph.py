@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from rkgb.device.rng import RngState
 from rkgb.elements.spread import lazy_bits, memory_of, read_lazily, settled, wrapper_of
 from rkgb.elements.tensor_info import storage_id, storage_of
-from rkgb.errors import OpaquePieceError
+from rkgb.errors import DrawsAgainError, OpaquePieceError, in_module
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.private.autograd import (
     back_to_autograd,
@@ -73,11 +74,15 @@ def _is_earlier(path: str) -> OpaquePieceError:
     )
 
 
+_HOST = torch.device("cpu")
+
+
 @dataclass
 class InnerGraph:
     """The graph of a run: its differentiable results, its leaves, and its saved tensors."""
 
     path: str = ""  # of the module
+    device: torch.device = _HOST
     results: list[_WayBack] = field(default_factory=list)
     # Where gradients leave the graph: for an input its entry node, for a parameter its leaf.
     ends: list[Any] = field(default_factory=list)
@@ -103,10 +108,17 @@ class InnerGraph:
         return entered
 
     @contextlib.contextmanager
-    def in_checkpoint(self) -> Iterator[None]:
-        """Around what a checkpoint runs."""
+    def in_checkpoint(self, keeps_random_state: bool) -> Iterator[None]:
+        """Around what a checkpoint runs.
+
+        Raises:
+            DrawsAgainError: its second run would draw other random numbers.
+        """
         self.checkpoints = True
+        before = None if keeps_random_state else RngState.save(self.device)
         yield
+        if before is not None and not before.equals(RngState.save(self.device)):
+            raise DrawsAgainError.at("the model", in_module(self.path))
 
     @property
     def refuse_foreign(self) -> Callable[[Tensor | None], None]:

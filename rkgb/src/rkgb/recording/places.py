@@ -39,6 +39,7 @@ class Places:
         self.called: set[str] = set()
         self.called_again: set[str] = set()  # by checkpoints, and those that call checkpoints
         self._checkpoints = 0  # that run
+        self.draws_again = False  # whether one of them runs again on other random numbers
         self.outside: dict[int, nn.Module] = {}  # modules outside the model that ran
         self._kinds: dict[CodeType, tuple[int, str]] = {}
 
@@ -75,14 +76,16 @@ class Places:
             yield
 
     @contextlib.contextmanager
-    def in_checkpoint(self) -> Iterator[None]:
+    def in_checkpoint(self, keeps_random_state: bool) -> Iterator[None]:
         """While active, what runs is noted: plain PyTorch runs it again in the backward."""
         self.called_again.add(self.path)
         self._checkpoints += 1
+        before, self.draws_again = self.draws_again, self.draws_again or not keeps_random_state
         try:
             yield
         finally:
             self._checkpoints -= 1
+            self.draws_again = before
 
     def note_again(self, path: str) -> None:
         """Note that plain PyTorch runs parts of a module again in the backward."""

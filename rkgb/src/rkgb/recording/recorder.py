@@ -17,7 +17,14 @@ from rkgb.device.rng import RngState
 from rkgb.elements.op import BATCH_NORMS, Op, Ref
 from rkgb.elements.spread import memory_of
 from rkgb.elements.tensor_info import same_values, storage_id
-from rkgb.errors import InvalidGraphError, NotRecordedError, SideEffectError, WritesInputError
+from rkgb.errors import (
+    DrawsAgainError,
+    InvalidGraphError,
+    NotRecordedError,
+    SideEffectError,
+    WritesInputError,
+    in_module,
+)
 from rkgb.guards.code_watch import CodeWatch
 from rkgb.module_state.kept_writes import KeptWrites
 from rkgb.recording.kernels import (
@@ -191,6 +198,8 @@ class Recorder(Reads, DispatchMode):
         is_random = traits.may_be_random and (
             is_skipped or self._has_drawn(func, named_args, named_kwargs)
         )
+        if is_random:
+            self._refuse_other_draws()
         writes += tuple(n for n, copy in old.items() if not self._unchanged(n, copy))
         results = self.results_of(traits.name, tensors, may_alias=bool(inputs))
         if self.blank:
@@ -283,7 +292,19 @@ class Recorder(Reads, DispatchMode):
 
     def follow_random(self) -> None:
         """Accept random numbers that were drawn without a recording."""
-        self.random_state = RngState.save(self.device)
+        before, self.random_state = self.random_state, RngState.save(self.device)
+        if not before.equals(self.random_state):
+            self._refuse_other_draws()
+
+    def _refuse_other_draws(self) -> None:
+        """Refuse to draw where plain PyTorch draws other random numbers in the backward.
+
+        Raises:
+            DrawsAgainError: it is in a checkpoint that does not keep the random state.
+        """
+        if self.places.draws_again and not self.in_backward:
+            path, source = self.places.here()
+            raise DrawsAgainError.at(self.model_name, f"{source} in {in_module(path)}")
 
     def _named(self, tree: Any, inputs: list[str]) -> Any:
         if isinstance(tree, Tensor):

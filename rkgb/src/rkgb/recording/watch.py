@@ -232,7 +232,8 @@ def _ways_to_others() -> Iterator[tuple[type, str]]:
     yield from ((queue.Queue, name) for name in ("put", "get"))
 
 
-Around = Callable[[], contextlib.AbstractContextManager[Any]]
+# Called with whether the checkpoint keeps the random state for its second run.
+Around = Callable[[bool], contextlib.AbstractContextManager[Any]]
 
 
 @contextlib.contextmanager
@@ -246,13 +247,13 @@ def as_written(around: Around = contextlib.nullcontext) -> Iterator[None]:
 def transparent_checkpoints(around: Around = contextlib.nullcontext) -> Iterator[None]:
     """While active, `torch.utils.checkpoint` only calls its function: the plan decides.
 
-    Each call runs in `around()`. A reentrant checkpoint without an input that requires a gradient
-    gives no gradient, here too.
+    Each call runs in `around(...)`. A reentrant checkpoint without an input that requires a
+    gradient gives no gradient, here too.
     """
 
-    def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         wants = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-        with around(), torch.set_grad_enabled(wants and torch.is_grad_enabled()):
+        with around(preserve), torch.set_grad_enabled(wants and torch.is_grad_enabled()):
             return function(*args)
 
     # Its first call would load torch's compiler, only to disable it.
@@ -276,9 +277,15 @@ def transparent_checkpoints(around: Around = contextlib.nullcontext) -> Iterator
             delattr(plain, "__dynamo_disable")
 
 
-def _surroundings(around: Around, *_args: Any, **_kwargs: Any) -> Iterator[None]:
+def _surroundings(
+    around: Around,
+    _function: Callable[..., Any],
+    preserve_rng_state: bool = True,
+    *_args: Any,
+    **_kwargs: Any,
+) -> Iterator[None]:
     """Stand in for what torch does around the function of a checkpoint."""
-    with around():
+    with around(preserve_rng_state):
         yield
 
 
