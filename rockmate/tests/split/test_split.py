@@ -89,6 +89,35 @@ def test_a_head_runs_below_its_logits() -> None:
     assert_near(ours, steps(theirs, inputs))
 
 
+class Gated(nn.Module):
+    """Two products of one input, each of which sees it in its own way, and their gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate, self.up = (nn.Linear(WIDTH, 16 * WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(16 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.norm(x)
+        return h + self.down(functional.silu(self.gate(h)) * self.up(h))
+
+
+@pytest.mark.parametrize("split", [True, "exact"])
+def test_products_of_one_input_are_cut_together(split: Any) -> None:
+    """None of the two wide values is there as a whole; in exact pieces gradients read them all."""
+    torch.manual_seed(0)
+    model, x = made(Gated()), torch.randn(8, 32, WIDTH, dtype=torch.float64)
+    wide_bytes = 8 * 8 * 32 * 16 * WIDTH
+    least = smallest(model, x, split=split)
+    assert least < (1 if split is True else 4) * wide_bytes
+    rk = Rockmate(copy.deepcopy(model), x, least, **{**CHEAP, "split": split})
+    assert rk.plan.measured_peak_bytes <= least
+    ours, theirs = steps(rk, (x,)), steps(model, (x,))
+    assert_near(ours, theirs)
+    assert split is True or all(map(torch.equal, ours, theirs))
+
+
 def test_pieces_are_the_chunks_that_one_writes_by_hand() -> None:
     """Loss and gradients of a loop over rows in plain PyTorch, to a rounding of each sum."""
     model, (tokens, targets) = made(Head()), words()

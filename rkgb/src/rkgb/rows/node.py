@@ -13,7 +13,7 @@ from rkgb.errors import NotByPiecesError
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.rows.call import InPieces
 from rkgb.rows.channels import Channels
-from rkgb.rows.cuts import Cuts, Runs
+from rkgb.rows.cuts import Cuts, Runs, reshaped
 from rkgb.rows.losses import Scaled, counted, direct, one_like
 from rkgb.rows.memory import parts_that_leave
 from rkgb.rows.pieces import Cutting, Pieces, SameBits
@@ -37,9 +37,22 @@ class NodeInPieces:
         self.inner: dict[str, TensorInfo] = {}  # the same, within a call
         self.joined: set[str] = set()
         ops = self._by_channels(self.node.ops, self.infos, self._left_to_others(), same_bits)
-        self.forward = self._cutting(self.infos, {name: cuts}, same_bits)
+        self.forward = self._cutting(self.infos, self._seen_alike(name, cuts), same_bits)
         for op in ops:
             self.forward.add(op)
+
+    def _seen_alike(self, name: str, cuts: Cuts) -> dict[str, Cuts]:
+        """Return an input and other views of all of it, as two products read, with their cuts."""
+        infos, first = self.infos, self.infos[name]
+        read = dict.fromkeys(n for op in self.node.ops for n in op.inputs if n not in self.made)
+        seeds = {name: cuts}
+        for other, info in ((n, infos[n]) for n in read):
+            alike = info.alias_of == first.alias_of and info.size_bytes == first.size_bytes
+            if alike and info.is_dense and first.is_dense and info.offset == first.offset:
+                own = reshaped(first.shape, cuts, info.shape, self.runs)
+                if own is not None and other != name:
+                    seeds[other] = own
+        return seeds
 
     def _cutting(
         self, infos: Mapping[str, TensorInfo], seeds: Mapping[str, Cuts], same_bits: SameBits | None
