@@ -21,7 +21,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from rkgb.guards.doors import Door, door_of, is_of_library, says, told
-from rkgb.guards.loads import ANY
+from rkgb.guards.loads import ANY, OWN
 from rkgb.guards.owners import is_ours, is_users
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.quiet import set_profile
@@ -45,7 +45,8 @@ class Seen:
     # What its free variables held when it started, by identity: it must not be kept alive.
     free: set[tuple[int, ...]] = field(default_factory=set)
     owners: set[type] = field(default_factory=set)  # types of its first argument
-    names: set[str] = field(default_factory=set)  # of attributes, that it made while it ran
+    # Of attributes, that it made while it ran, also with `OWN` before it if it asks itself.
+    names: set[str] = field(default_factory=set)
     imports: set[str] = field(default_factory=set)  # modules that it imported by a name it made
     loggers: set[str] = field(default_factory=set)  # that it got by their names
     outside: dict[str, None] = field(default_factory=dict)  # what it asks the system for, in words
@@ -281,9 +282,12 @@ class CodeWatch:
         original = getattr(builtins, name)
 
         def ask(owner: Any, attribute: str, *default: Any) -> Any:
-            seen = self._reader(Door.NAMES, sys._getframe(2))
+            frame = sys._getframe(2)
+            seen = self._reader(Door.NAMES, frame)
             if seen is not None:
                 seen.names.add(attribute)
+                if seen.code is frame.f_code:
+                    seen.names.add(OWN + attribute)
             return original(owner, attribute, *default)
 
         return ask

@@ -13,22 +13,27 @@ import sys
 import weakref
 from abc import ABCMeta, get_cache_token
 from collections import OrderedDict, deque
-from collections.abc import Hashable, ItemsView, Mapping
+from collections.abc import Collection, Hashable, ItemsView, Iterator, Mapping
 from inspect import getattr_static
 from operator import is_
 from types import (
     BuiltinFunctionType,
+    CodeType,
     FunctionType,
+    GenericAlias,
+    GetSetDescriptorType,
     MappingProxyType,
     MemberDescriptorType,
     MethodWrapperType,
     ModuleType,
     SimpleNamespace,
+    UnionType,
 )
 from typing import Any
 
 import torch
 
+from rkgb.guards.loads import OWN
 from rkgb.guards.owners import is_users
 
 PLAIN = (type(None), bool, int, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -75,6 +80,13 @@ _BUFFERS: tuple[Any, ...] = (
 )
 _SLOT = MemberDescriptorType
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__closure__")
+# What others look at, or what is the same whatever is set.
+_NO_FIELDS = frozenset(
+    f"__{name}__" for name in ("dict", "class", "weakref", "globals", "builtins", "text_signature")
+)
+_OF_DICTS = (dict.get, dict.__len__, dict.fromkeys)
+_FIXED = (CodeType, GenericAlias, UnionType, *map(type, _OF_DICTS))
+_IS_MADE_BY_PYTHON = 1 << 9  # a flag of classes: attributes of others cannot be set
 # Of loggers, which change whenever anybody logs, their manager and handlers: whether one would log.
 DECIDES = frozenset(
     (*("level", "parent", "disabled", "manager", "_disable"), *("handlers", "propagate", "filters"))
@@ -215,6 +227,43 @@ def slots_of(kind: type) -> list[str]:
         names = [own] if isinstance(own, str) else own
         found += [n for n in names if isinstance(getattr_static(kind, n, None), _SLOT)]
     return found
+
+
+@functools.lru_cache(maxsize=20_000)
+def _fields_of(kind: type) -> frozenset[str]:
+    if kind in _FIXED or kind.__module__.partition(".")[0] in ("numpy", "torch"):
+        return frozenset()
+    every = {
+        name: descriptor
+        for base in reversed(kind.__mro__)
+        for name, descriptor in vars(base).items()
+        if type(descriptor) is GetSetDescriptorType or not base.__flags__ & _IS_MADE_BY_PYTHON
+    }
+    own = (n for n, held in every.items() if type(held) in (_SLOT, GetSetDescriptorType))
+    return frozenset(own) - _NO_FIELDS
+
+
+def fields_of(value: Any, asked: Collection[str]) -> Iterator[str]:
+    """Yield the names of what an object has beside its dict, as what is written in C has.
+
+    Libraries ask much more (`inspect`, `functools`) than counts: names have a sign, `OWN`, before
+    them in what is `asked` if the user's own code does.
+
+    Examples:
+        >>> [*fields_of(lambda: 0, {OWN + "__doc__"})], [*fields_of(int, {OWN + "__name__"})]
+        (['__doc__'], [])
+    """
+    yield from sorted({*slots_of(type(value))} & {*asked})
+    for name in sorted(_fields_of_one(value)):
+        if OWN + name in asked:
+            yield name
+
+
+def _fields_of_one(value: Any) -> frozenset[str]:
+    if isinstance(value, type) and not value.__flags__ & _IS_MADE_BY_PYTHON:
+        return frozenset()
+    kind: Any = type(value)
+    return _fields_of(kind)
 
 
 def items_of(container: Any) -> list[Any]:

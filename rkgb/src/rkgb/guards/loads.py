@@ -27,6 +27,7 @@ class Loads:
 IS, IN, EQUALS = "is", "in", "=="
 # By these, a list is searched.
 _SEARCHES = frozenset(("index", "count", "remove"))
+OWN = "."  # before the name of an attribute that code of the user's asks for itself
 ANY = "*"  # as the name of an attribute
 _known: dict[int, tuple[CodeType, Loads]] = {}  # codes compare by value, and are few
 _MOST = 20_000
@@ -79,4 +80,6 @@ def _read(code: CodeType) -> Loads:
                 (found.stores if sets else found.free).setdefault(name, inner.co_firstlineno)
     if not _BY_ANY_NAME.isdisjoint(code.co_names):
         found.attributes.setdefault(ANY, line)
+        texts = (held for held in code.co_consts if isinstance(held, str) and held.isidentifier())
+        found.attributes.update((text, line) for text in texts if text not in found.attributes)
     return found

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from rkgb.guards.code_watch import Seen
 from rkgb.guards.entries import ABSENT, attributes_of, cell_content
-from rkgb.guards.loads import loads_of
+from rkgb.guards.loads import OWN, loads_of
 from rkgb.guards.owners import hands_on, is_ours
 from rkgb.guards.watched import Watched
 from rkgb.torch_api.patches import meant
@@ -117,7 +117,8 @@ class Sources:
         found, known = cls(), list(seen)
         for one in known:
             loads = loads_of(one.code)
-            found._ask((*loads.attributes, *one.names, one.code.co_name), one)
+            own = (OWN + name for name in loads.attributes)
+            found._ask((*loads.attributes, *own, *one.names, one.code.co_name), one)
             for name, line in (*loads.globals.items(), *loads.stores.items()):
                 where = _line(one.code, line)
                 if name in loads.globals or name in one.globals:

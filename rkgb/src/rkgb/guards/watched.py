@@ -11,8 +11,8 @@ import sys
 import weakref
 from abc import ABCMeta
 from collections import OrderedDict
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from functools import partial
 from logging import Filterer, Manager
@@ -49,6 +49,7 @@ from rkgb.guards.holding import (
     Registered,
     bytes_of,
     decimal_context,
+    fields_of,
     holds_objects,
     home_of,
     identical,
@@ -58,7 +59,6 @@ from rkgb.guards.holding import (
     keeps_to_itself,
     layout_of,
     names_asked_by,
-    slots_of,
 )
 from rkgb.guards.loads import ANY
 from rkgb.guards.owners import is_users
@@ -335,6 +335,10 @@ class Watched:
             held = value.get(ABSENT)
             self.checks.append(lambda: value.get(ABSENT) is held)
             return Same(value), self.worth(held, depth + 1)
+        if kind is Context:
+            held = [*value.items()]
+            self.checks.append(lambda: [*value.items()] == held)
+            return Same(value), *((Same(n), self.worth(v, depth + 1)) for n, v in held)
         content = bytes_of(value, MOST_BYTES if self.is_read else LONG)
         if content is None and holds_objects(value):
             return self._container(value, depth)
@@ -444,16 +448,32 @@ class Watched:
                 names |= DECIDES & table.keys()
             found += self._entries_of(table, names, depth)
             self.entries(table).note_absent(asked)
-        for name in self.asked.intersection(slots_of(type(value))):
-            held = getattr(value, name, ABSENT)
+        for name in {*fields_of(value, self.asked)} - (table or {}).keys():
+            held = field(value, name)
             if held is ABSENT:
-                self.checks.append(partial(_has_nothing, value, name))
+                self.checks.append(lambda n=name: field(value, n) is ABSENT)  # type: ignore[misc]
             elif has_in_head(value, name):
                 self.note_attribute(value, name, held)
-            else:
+            elif held is field(value, name):
                 self._note_slot(value, name, held)
-            found.append((name, self.worth(held, depth + 1)))
+            elif isinstance(held, (*PLAIN, float, tuple)):  # made anew at every look
+                self.checks.append(lambda n=name, h=held: field(value, n) == h)  # type: ignore[misc]
+            # What annotations say leads far, and changes nothing else.
+            deep = _DEEP - 1 if name == "__annotations__" else depth + 1
+            found.append((name, self.worth(held, deep)))
+        if is_class:  # for `isinstance`, and for what it inherits
+            self.note_attribute(value, "__mro__", value.__mro__)
+        elif keeps_to_itself(value):
+            found += self._of_registries(value)
         return found
+
+    def _of_registries(self, value: Any) -> Iterator[tuple[str, Hashable]]:
+        """Yield what a class of the standard library keeps of an object elsewhere than in it."""
+        kind: Any = type(value)
+        for name, table in vars(kind).items():
+            if type(table) is dict and kind.__hash__ is object.__hash__ and value in table:
+                self.entries(table).note(value, table[value])
+                yield name, Same(table[value])
 
     def of_tensor(self, tensor: Tensor) -> list[tuple[str, Hashable]]:
         """Return what a user has written on a tensor of a module, and is asked for."""
@@ -483,7 +503,6 @@ class Watched:
         place = id(kind), True
         if place not in self._known:
             self._known[place] = kind, Same(kind)
-            self.note_attribute(kind, "__bases__", kind.__bases__)
             self._known[place] = kind, Content((Same(kind), *self._attributes(kind, depth)))
         return self._known[place][1]
 
@@ -523,5 +542,9 @@ def _kind(tensor: Tensor) -> tuple[Hashable, ...]:
     return type(tensor), tensor.dtype, tensor.device, tensor.shape, strides, wants, is_lazy
 
 
-def _has_nothing(value: Any, name: str) -> bool:
-    return getattr(value, name, ABSENT) is ABSENT
+def field(value: Any, name: str) -> Any:
+    """Return an attribute of an object, or `ABSENT`."""
+    try:
+        return getattr(value, name)
+    except Exception:  # what is written in C may raise anything
+        return ABSENT

@@ -2,7 +2,7 @@
 
 A head holds the type of an object; that of a list, a set or a dict, how many entries it has; that
 of a dict, a number that is another one after every write; that of a function, where its code and
-its defaults are; that of a class, where the tuple of its bases is. Python 3.11
+its defaults are; that of a class, where its bases and its name are. Python 3.11
 lays heads out as here; where it is found otherwise, by a trial at import, nothing is read, and
 whoever asks looks at the objects one by one.
 """
@@ -22,14 +22,22 @@ _WORD = 8  # bytes
 _TYPE, _VERSION = 8, 24  # where they are in a head
 _COUNT: dict[type, int] = {dict: 16, list: 16, set: 24}
 _FIELDS: dict[tuple[type, str], int] = {
+    (FunctionType, "__name__"): 32,
+    (FunctionType, "__qualname__"): 40,
     (FunctionType, "__code__"): 48,
     (FunctionType, "__defaults__"): 56,
     (FunctionType, "__kwdefaults__"): 64,
+    (FunctionType, "__doc__"): 80,
+    (FunctionType, "__module__"): 104,
+    (FunctionType, "__annotations__"): 112,
     (CellType, "cell_contents"): 16,
     (partial, "func"): 16,
     (partial, "args"): 24,
     (partial, "keywords"): 32,
     (type, "__bases__"): 336,
+    (type, "__mro__"): 344,
+    (type, "__name__"): 848,
+    (type, "__qualname__"): 864,
 }
 _LISTED, _OF_SET = (16, 24), (16, 24, 32, 40)  # how many items, and where they are
 _LAST = 1 << 47  # no program has an address behind it
@@ -148,8 +156,9 @@ def _is_as_expected() -> bool:
             seen.add(before != read())
 
     seen: set[bool] = set()
+    names = ("__name__", "__qualname__")
     write()
-    for change in (
+    changes: tuple[Callable[[], object], ...] = (
         lambda: table.update(a=1),
         lambda: table.__setitem__("c", 1),
         lambda: table.pop("c"),
@@ -160,12 +169,16 @@ def _is_as_expected() -> bool:
         lambda: setattr(function, "__kwdefaults__", {"named": 1}),
         lambda: setattr(cell, "cell_contents", 1),
         lambda: setattr(changing, "__bases__", (_Other,)),
+        *(partial(setattr, changing, name, "other") for name in names),
+        *(partial(setattr, function, name, "other") for name in (*names, "__doc__", "__module__")),
+        lambda: setattr(function, "__annotations__", {}),
         lambda: listed.append(1),
         lambda: held.add(1),
         lambda: bound.__setstate__((float, bound.args, bound.keywords, {})),  # type: ignore[attr-defined]
         lambda: bound.__setstate__((float, ("2",), bound.keywords, {})),  # type: ignore[attr-defined]
         lambda: bound.__setstate__((float, bound.args, {"a": 1}, {})),  # type: ignore[attr-defined]
-    ):
+    )
+    for change in changes:
         before = read()
         change()
         seen.add(before != read())
