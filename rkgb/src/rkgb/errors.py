@@ -79,7 +79,11 @@ class BrokenPieceError(TraceError):
     """An opaque call of a submodule fails, so an opaque call of a larger one would not help."""
 
 
-class DrawsAgainError(BrokenPieceError):
+class NoStepError(BrokenPieceError):
+    """A forward does what no step can do, whether it is recorded or runs whole."""
+
+
+class DrawsAgainError(NoStepError):
     """A checkpoint does not keep the random state: its second run would draw other numbers."""
 
     @classmethod

@@ -26,8 +26,8 @@ from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import (
     BrokenPieceError,
     ChangesArgumentsError,
-    DrawsAgainError,
     NeedsContentError,
+    NoStepError,
     OtherTangentsError,
     ReadsDataError,
     RkgbError,
@@ -162,7 +162,7 @@ class _Recording:
                 if not can_go_on:
                     if isinstance(error, ChangesArgumentsError):
                         first.apart = tuple(self.failed)
-                    told = error if isinstance(error, DrawsAgainError) else first
+                    told = error if isinstance(error, NoStepError) else first
                     raise told from told.__cause__
                 stream.restore()
             finally:

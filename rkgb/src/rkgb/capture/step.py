@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import set_detect_anomaly
 
@@ -45,12 +46,21 @@ from rkgb.recording.facts import TensorFacts
 from rkgb.recording.places import Places
 from rkgb.recording.repeated import KERNEL
 from rkgb.recording.sizes import saving
-from rkgb.recording.watch import CallWatch, as_written, no_idle_looks, no_reading, refused_calls
+from rkgb.recording.watch import (
+    CallWatch,
+    as_written,
+    no_idle_looks,
+    no_reading,
+    refused_calls,
+    refused_modes,
+    sets_by_hand,
+)
 from rkgb.safeguards.assignments import Arguments, AssignsError, Attributes, Hidden
 from rkgb.safeguards.refusals import explained
 from rkgb.safeguards.settling import Setting, SettlesError, all_settings, settings_of
 from rkgb.safeguards.side_effects import KeptState, Printed, RemembersError, Said
 from rkgb.safeguards.traces import without_traces
+from rkgb.torch_api.modes_left import Modes
 from rkgb.torch_api.private.autograd import current_autograd_node
 from rkgb.torch_api.quiet import printing_to, without_warnings
 from rkgb.torch_api.tensor_facts import placed_parameters, written_on
@@ -316,8 +326,20 @@ class RecordedStep:
     def _forward(self) -> Any:
         attributes = Attributes(self.twin)
         places = ParameterPlaces(self.twin)
-        with self.hidden.watching():
-            result = self._call()
+        modes, is_with_grad = Modes(), torch.is_grad_enabled()
+        try:
+            with self.hidden.watching():
+                result = self._call()
+            left = modes.changed()
+        finally:
+            modes.restore()
+        if torch.is_grad_enabled() != is_with_grad:
+            raise sets_by_hand(type(self.model).__name__, "whether gradients are computed")
+        if left:
+            raise NotRecordedError(
+                f"leaves torch set otherwise ({left}), which a recording would not do",
+                "set it outside of forward, or put it back",
+            )
         places.refuse_moves()
         self.arguments.refuse_written()
         self._refuse_written_tensors()
@@ -392,6 +414,7 @@ class RecordedStep:
             plain,
             no_idle_looks(),
             refused_calls(self.recorder),
+            refused_modes(type(self.model).__name__),
             CallWatch(self.recorder, self.facts),
             self._following(self.codes),
         ):

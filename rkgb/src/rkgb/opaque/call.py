@@ -17,7 +17,7 @@ from rkgb.elements.trees import Structure, flatten
 from rkgb.errors import ChangesArgumentsError, OpaquePieceError
 from rkgb.graphs.basic import Region, autocast_as
 from rkgb.opaque.inner_graph import InnerGraph
-from rkgb.recording.watch import as_written
+from rkgb.recording.watch import as_written, sets_by_hand
 from rkgb.torch_api.private.autograd import back_to_autograd
 from rkgb.torch_api.tensor_facts import attributes_of, leaf_of_kind, share_attributes, standing_for
 
@@ -211,6 +211,8 @@ def run_call(
             with inner.saving(), as_written(inner.in_checkpoint):
                 run = module if call.function is None else call.function.apply
                 result = run(*args, **kwargs)
+            if torch.is_grad_enabled() != call.grad_mode:
+                raise sets_by_hand(f"module {call}", "whether gradients are computed")
     if call.left:
         modules = {path: model.get_submodule(path) for path, _ in call.left}
         result = (result, *[vars(modules[path]).get(name) for path, name in call.left])

@@ -28,6 +28,7 @@ from rkgb.opaque.piece import Piece, RunPiece
 from rkgb.opaque.trial import Trials
 from rkgb.recording.facts import TensorFacts
 from rkgb.recording.recorder import Recorder
+from rkgb.torch_api.modes_left import Modes
 from rkgb.torch_api.private.autograd import without_saved_hooks
 from rkgb.torch_api.tensor_facts import placed_parameters, stands_for_another, written_on
 
@@ -226,6 +227,7 @@ class PieceRecorder:
     def _explored(
         self, call: Call, module: nn.Module, tensors: Sequence[Tensor]
     ) -> tuple[Piece, list[Tensor]]:
+        modes = Modes()  # which a step leaves as the call does
         try:
             # torch.cond compiles, and a compiler would capture the recording's modes. Tensors that
             # autograd saves in an inner backward would stay alive under the recording's hooks.
@@ -237,6 +239,8 @@ class PieceRecorder:
             raise BrokenPieceError(
                 f"cannot run module {call}: it raised {type(error).__name__}: {error}"
             ) from error
+        finally:
+            modes.restore()
         self.recorder.follow_random()
         return found
 

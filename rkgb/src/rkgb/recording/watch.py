@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
-from rkgb.errors import NotRecordedError, ReadsDataError
+from rkgb.errors import NoStepError, NotRecordedError, ReadsDataError
 from rkgb.graphs.basic import ambient_autocast
+from rkgb.guards.owners import is_users
 from rkgb.recording.facts import TensorFacts
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.recorder import Recorder
@@ -37,6 +38,10 @@ called_of(
     "to see a backward inside of a forward",
 )
 _OLDER_SURROUNDINGS = "_checkpoint_without_reentrant_generator"  # until torch 2.13
+_MODES_BY_HAND = (
+    *("set_autocast_enabled", "set_autocast_cpu_enabled", "set_autocast_gpu_enabled"),
+    *("set_flush_denormal", "set_default_device"),
+)
 _SEEDING = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
 _WITHOUT_OPERATION: dict[Any, str] = {
     Tensor.data.__set__: "gives a tensor other memory (tensor.data = ...)",  # type: ignore[attr-defined]
@@ -216,6 +221,33 @@ def refused_calls(recorder: Recorder) -> Patches:
     # Each gets its own function, because torch's compiler, if it is loaded later, compares them.
     return recorder.patched(
         [(p, n, refusing(getattr(p, n), error)) for p, n, error in places if hasattr(p, n)]
+    )
+
+
+def refused_modes(name: str) -> Patches:
+    """While active, refuse calls of the user's that set what parts that run whole do not leave.
+
+    By hand, autocast also keeps casts from one step to the next, which no part of a step can do.
+    """
+
+    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if is_users(sys._getframe(2).f_globals.get("__name__")):
+                raise sets_by_hand(name, f"torch.{original.__name__}")
+            return original(*args, **kwargs)
+
+        return refuse
+
+    found = [n for n in _MODES_BY_HAND if hasattr(torch, n)]
+    return Patches([(torch, n, refusing(getattr(torch, n))) for n in found])
+
+
+def sets_by_hand(name: str, what: str) -> NoStepError:
+    """Return the error for a model of this name that sets what no step would set."""
+    return NoStepError.to_capture(
+        name,
+        "use a `with` statement (torch.autocast, torch.no_grad), or set it outside of forward",
+        f"its forward sets {what} for all that runs later, which no step would do",
     )
 
 

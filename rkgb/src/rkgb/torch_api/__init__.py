@@ -11,6 +11,7 @@ patches.py.
 from rkgb.torch_api.by_values import EXTRA_FLOP_FORMULAS, TakingMost, noting_calls
 from rkgb.torch_api.compiled_code import compiled_modules, is_in_compiled_code, is_optimized
 from rkgb.torch_api.kernel_choice import KernelChoice, RecomputingAs, running_a_forward, with_flags
+from rkgb.torch_api.modes_left import Modes
 from rkgb.torch_api.object_heads import has_in_head, heads_of, items_of_all
 from rkgb.torch_api.patches import has_global_hooks, without_global_hooks
 from rkgb.torch_api.private.autograd import (
@@ -60,6 +61,7 @@ __all__ = [
     "EXTRA_FLOP_FORMULAS",
     "DispatchMode",
     "KernelChoice",
+    "Modes",
     "RecomputingAs",
     "Settings",
     "TakingMost",

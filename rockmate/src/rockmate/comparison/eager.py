@@ -24,7 +24,7 @@ from rkgb.graphs import autocast_as
 from rkgb.module_state import PythonRandom
 from rkgb.recording import answering, as_written
 from rkgb.safeguards import without_traces
-from rkgb.torch_api import gradients_kept, leaves_behind, placed_parameters, run_backward
+from rkgb.torch_api import Modes, gradients_kept, leaves_behind, placed_parameters, run_backward
 from rockmate.comparison.fingerprint import Fingerprints
 from rockmate.comparison.values import Values
 from rockmate.errors import RockmateError, UnsupportedModuleError
@@ -61,7 +61,7 @@ def run_step(
     sample, device = sample.detached(), sample.device
     results = _Results(twin, sample, keep)
     before_bytes = _bytes_of_buffers(twin)
-    stream, python = RngState.save(device), PythonRandom(lends=True)
+    stream, python, modes = RngState.save(device), PythonRandom(lends=True), Modes()
 
     def run(_span: Any) -> None:
         # The module itself asks these tensors what a planned step has asked the user's.
@@ -97,6 +97,7 @@ def run_step(
     finally:
         stream.restore()
         python.restore()
+        modes.restore()
     grown_bytes = max(0, _bytes_of_buffers(twin) - before_bytes)
     return StepResult(
         outputs=results.host_outputs(),
