@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from rockmate.networks import Planned
 from rockmate.networks.self_test import eager_step, self_test
 from rockmate.schedules.simulate import simulate
 from runs.kernels import without_onednn
+from runs.processes import run_alone
 from zoo.nets import network
 
 NETS = ["gpt", "resnet", "unet", "lstm", "tied", "transformer", "mixer", "uno"]
@@ -277,14 +276,7 @@ with fake_cuda(workspace_bytes=0):
 
 def in_a_noisy_process(share: float, planted: str, kind: str, *more: str) -> tuple[str, str]:
     """Plan where one kernel gives other last bits at every call; return what was printed."""
-    ran = subprocess.run(
-        [sys.executable, "-c", _NOISY, str(share), planted, kind, *more],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout, ran.stderr
+    return run_alone(__file__, _NOISY, str(share), planted, kind, *more)
 
 
 @pytest.mark.slow
