@@ -120,11 +120,11 @@ AGAINST ?=
 step: $(INSTALLED) ## time steps, captures and planned extra time beside plain PyTorch
 	$(PY) benchmarks/step.py $(if $(AGAINST),--against "$(AGAINST)") $(STEP_ARGS)
 EXPERIMENTS := Performance Peers Solvingtime Options
-bench-smoke: $(INSTALLED) ## every experiment, tiny, about a minute; fails on an unexpected failure
+SMOKE := benchmarks/split.py $(EXPERIMENTS:%=benchmarks/%_exp.py) '-m planning.solvers' benchmarks/offload.py
+bench-smoke: $(INSTALLED) ## every experiment, tiny, two at once, about a minute; fails on an unexpected failure
 	rm -rf benchmarks/results/latest/smoke
-	@failed=0; for e in $(EXPERIMENTS); do $(PY) benchmarks/$${e}_exp.py --smoke || failed=1; done; \
-	$(BENCH) -m planning.solvers --smoke || failed=1; $(PY) benchmarks/offload.py --smoke || failed=1; \
-	$(PY) benchmarks/split.py --smoke || failed=1; \
+	@failed=0; printf '%s\n' $(SMOKE) | PYTHONPATH=benchmarks OMP_NUM_THREADS=1 \
+	xargs -P 2 -L 1 sh -c '$(PY) "$$@" --smoke || exit 1' sh || failed=1; \
 	$(PY) benchmarks/visualize.py --results benchmarks/results/latest/smoke || failed=1; exit $$failed
 bench: $(INSTALLED) ## every experiment at CPU sizes, under 40 minutes; continues where it was
 	@failed=0; for e in $(EXPERIMENTS); do $(PY) benchmarks/$${e}_exp.py || failed=1; done; exit $$failed

@@ -373,7 +373,7 @@ def parse(description: str, argv: Sequence[str]) -> Options:
     if flags.smoke and flags.paper:
         parser.error("--smoke and --paper exclude each other")
     size = "smoke" if flags.smoke else "paper" if flags.paper else "cpu"
-    limits = {"smoke": 90.0, "cpu": 240.0, "paper": 3600.0}
+    limits = {"smoke": 180.0, "cpu": 240.0, "paper": 3600.0}
     repeats = {"smoke": 2, "cpu": 5, "paper": 10}
     return Options(
         size=size,
