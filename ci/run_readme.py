@@ -3,7 +3,8 @@
 The Python blocks of one file run in order, in one fresh interpreter: later blocks may use the names
 of earlier ones. Blocks of commands (`sh`) run between them, in the same folder. A block right under
 the line `<!-- no-run: reason -->` is left out. A block of `text` right under one of these is what
-it prints; numbers with a unit of time or memory, and percentages, may be others elsewhere.
+it prints; numbers with a unit of time or memory, and percentages, may be others elsewhere. Files
+run beside each other, where no times of theirs are put in.
 
 $ python ci/run_readme.py README.md            # fails where a block fails or prints otherwise
 $ python ci/run_readme.py --write README.md    # puts in what the blocks print
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,8 +61,10 @@ def pattern(output: str) -> list[str]:
     return [re.sub(r"[\s-]+", " ", line).strip() for line in text.splitlines()]
 
 
-def printed(path: Path, blocks: list[CodeBlock]) -> list[str]:
+def printed(path: Path, blocks: list[CodeBlock], at_once: int) -> list[str]:
     """Run the blocks of one file in an empty folder; return what each of them printed.
+
+    Of several files that run at once, each has one thread.
 
     Raises:
         subprocess.CalledProcessError: one of them has failed.
@@ -81,6 +85,7 @@ def printed(path: Path, blocks: list[CodeBlock]) -> list[str]:
             "PATH": programs,
             "ROCKMATE_CACHE": folder,  # what another run has planned would not be planned here
             "PYTHONUNBUFFERED": "1",
+            **({"OMP_NUM_THREADS": "1"} if at_once > 1 else {}),
         }
         run = subprocess.run(
             [sys.executable, str(script)], cwd=folder, env=env, stdout=subprocess.PIPE, check=True
@@ -117,25 +122,33 @@ def main(arguments: list[str]) -> int:
     if not paths:
         print("usage: run_readme.py [--write] README.md …", file=sys.stderr)
         return 2
+    texts = [Path(name).read_text(encoding="utf-8") for name in paths]
+    pages = [list(code_blocks(text)) for text in texts]
+    # Times that are put in are those of a machine that does nothing else.
+    at_once = 1 if write else os.cpu_count() or 1
     status = 0
-    for name in paths:
-        path = Path(name).resolve()
-        text = path.read_text(encoding="utf-8")
-        blocks = list(code_blocks(text))
-        try:
-            outputs = printed(path, blocks)
-        except subprocess.CalledProcessError:
-            print(f"readme: {name} failed", file=sys.stderr)
-            return 1
-        if write:
-            path.write_text(with_outputs(text, blocks, outputs), encoding="utf-8")
-        else:
-            for block, output in zip(blocks, outputs, strict=True):
-                for line in differences(path, block, output):
-                    print(line, file=sys.stderr)
-                    status = 1
-        shown = sum(block.output is not None for block in blocks)
-        print(f"readme: {name}: {len(blocks)} blocks run, {shown} outputs shown")
+    with ThreadPoolExecutor(at_once) as threads:
+        runs = [
+            threads.submit(printed, Path(name).resolve(), blocks, at_once)
+            for name, blocks in zip(paths, pages, strict=True)
+        ]
+        for name, text, blocks, run in zip(paths, texts, pages, runs, strict=True):
+            path = Path(name)
+            try:
+                outputs = run.result()
+            except subprocess.CalledProcessError:
+                print(f"readme: {name} failed", file=sys.stderr)
+                threads.shutdown(cancel_futures=True)
+                return 1
+            if write:
+                path.write_text(with_outputs(text, blocks, outputs), encoding="utf-8")
+            else:
+                for block, output in zip(blocks, outputs, strict=True):
+                    for line in differences(path, block, output):
+                        print(line, file=sys.stderr)
+                        status = 1
+            shown = sum(block.output is not None for block in blocks)
+            print(f"readme: {name}: {len(blocks)} blocks run, {shown} outputs shown", flush=True)
     return status
 
 
