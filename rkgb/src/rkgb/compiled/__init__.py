@@ -25,9 +25,10 @@ updates statistics of BatchNorm; recomputations leave it out.
 Results of a piece are checked against the recording: shape, type, strides, and which values share
 memory. A run that does not compile, or does not match, stays eager and is reported with the reason.
 Read `pieces/` (`grouping`, `layouts`, `joint`, `formulas`), then `code/` (`halves`, `compiling`,
-`classes`, `sizes`, `known`), `rewrite`, `replacing`.
+`classes`, `sizes`, `known`), `rewrite`, `replacing`, and `series` (code without a backward).
 """
 
 from rkgb.compiled.rewrite import Apart, CompiledGraph, compile_pieces
+from rkgb.compiled.series import compile_series, products_first
 
-__all__ = ["Apart", "CompiledGraph", "compile_pieces"]
+__all__ = ["Apart", "CompiledGraph", "compile_pieces", "compile_series", "products_first"]

@@ -20,8 +20,8 @@ found by trial, and operations without a rule stay whole. An elementwise write i
 has made (`relu_`) becomes a new piece, if nothing reads the old one again. Read cuts.py (how a
 tensor is cut), rules.py (each kind of operation), pieces.py (a run of operations), channels.py
 (convolutions in parts), memory.py (where results lie), call.py (how they run), node.py (one node in
-pieces), rewrite.py (which runs are worth cutting, and into a graph) and same_bits.py (pieces that
-have the bits of the whole).
+pieces), rewrite.py (which runs are worth cutting, and into a graph), same_bits.py (pieces that have
+the bits of the whole) and compiling.py (pieces as compiled code).
 """
 
 from rkgb.rows.rewrite import Cut, CutGraph, CutNode, cut_in_rows

@@ -25,9 +25,16 @@ class NodeInPieces:
     """A node of a graph, cut along rows of one of its inputs."""
 
     def __init__(
-        self, sg: SimplifiedGraph, index: int, rows: Rows, same_bits: SameBits | None
+        self,
+        sg: SimplifiedGraph,
+        index: int,
+        rows: Rows,
+        same_bits: SameBits | None,
+        *,
+        is_compiled: bool = False,
     ) -> None:
         name, cuts, self.runs = rows
+        self.is_compiled = is_compiled
         self.sg, self.count, self.index = sg, math.prod(cuts), index
         self.node, self.infos = sg.nodes[index], sg.infos
         self.made = {name for op in self.node.ops for name in op.results if name}
@@ -58,7 +65,9 @@ class NodeInPieces:
         self, infos: Mapping[str, TensorInfo], seeds: Mapping[str, Cuts], same_bits: SameBits | None
     ) -> Cutting:
         return Cutting(
-            {**infos, **self.inner}, self.count, seeds, self.runs, same_bits, joined=self.joined
+            *({**infos, **self.inner}, self.count, seeds, self.runs, same_bits),
+            joined=self.joined,
+            is_compiled=self.is_compiled,
         )
 
     def _by_channels(
@@ -128,9 +137,10 @@ class NodeInPieces:
             results = tuple(instead.get(name, name) for name in op.results)
             recorded.append(replace(op, args=args, results=results))
         left = {*self._left_to_others(), *units.values()}
-        recorded, found = direct(recorded, {**infos, **own_infos}, left)
-        own_infos |= found
-        self.inner.update(found)
+        if not self.is_compiled:  # compiled code makes them in one pass from what is recorded
+            recorded, found = direct(recorded, {**infos, **own_infos}, left)
+            own_infos |= found
+            self.inner.update(found)
         parts = self._by_channels(recorded, {**infos, **own_infos}, left, None)
         cutting = self._cutting({**infos, **own_infos}, self.forward.seeds, None)
         cutting.before += before

@@ -120,6 +120,7 @@ class Cutting:
     # Results that are inputs although an operation here makes them: sums over all pieces.
     known: Set[str] = frozenset()
     joined: Set[str] = frozenset()  # inputs that are cut like the others of a `cat`
+    is_compiled: bool = False  # what is between products of the loop, later
     cut: dict[str, Cuts] = field(default_factory=dict)  # results of the loop
     late: set[str] = field(default_factory=set)  # sums, and values that depend on them
     summed: set[str] = field(default_factory=set)
@@ -318,6 +319,10 @@ class Cutting:
                 raise NotByPiecesError(f"{name} does not lie in memory of its own")
         loop, before = (_needed(part, needed, self.slices) for part in (self.loop, self.before))
         short = () if self.runs == EVEN else _needed(self.short, needed, self.slices)
+        if self.is_compiled:
+            from rkgb.compiled import products_first
+
+            loop, short = products_first(loop), products_first(short)
         used = {name for op in loop for name in op.inputs}
         slices = {name: s for name, s in self.slices.items() if name in used}
         made = {name for part in (before, loop, after) for op in part for name in op.results}

@@ -13,12 +13,14 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from rkgb.errors import NotByPiecesError
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.passes import PLANNED_PASSES
 from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, SimplifiedNode, merging
+from rkgb.rows.compiling import compiled_loops
 from rkgb.rows.cuts import EVEN, Cuts, Runs, Shape, spread, spread_from
 from rkgb.rows.node import NodeInPieces, Rows
 from rkgb.rows.pieces import SameBits
@@ -50,6 +52,7 @@ class CutNode:
     name: str  # of the operations
     rows: Rows  # what is cut first
     makes_gradients: bool = False  # of a loss, along with the forward
+    is_compiled: bool = False  # between its products
 
     def __str__(self) -> str:
         where = self.module_path or "(root)"
@@ -57,7 +60,8 @@ class CutNode:
         if self.makes_gradients:
             how = "each with its gradients, which the backward scales"
         rest = "" if self.rows[2] == EVEN else ", the last with fewer"
-        return f"{self.name} ({where}): {self.count} pieces of rows{rest}, {how}"
+        code = "compiled " if self.is_compiled else ""
+        return f"{self.name} ({where}): {self.count} {code}pieces of rows{rest}, {how}"
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class CutGraph:
     nodes: tuple[CutNode, ...]
     how: Cut
     refused: tuple[str, ...] = field(default=())  # runs that stay whole, and why
+    is_compiled: bool = False
 
     def with_backward(self, basic: BasicGraph, same_bits: SameBits | None = None) -> CutGraph:
         """Return the same cuts with the backward of another recording of the same forward.
@@ -86,26 +91,31 @@ class CutGraph:
         """
         at = [_home(merged, self.merged, (node.index,)) for node in self.nodes]
         cut = [
-            NodeInPieces(merged, index, node.rows, same_bits)
+            NodeInPieces(merged, index, node.rows, same_bits, is_compiled=self.is_compiled)
             for index, node in zip(at, self.nodes, strict=True)
         ]
         graph = _with_cut(merged, {node.index: node.replaced() for node in cut}, cut)
         nodes = (replace(node, index=i) for i, node in zip(at, self.nodes, strict=True))
-        return replace(self, graph=graph, merged=merged, nodes=tuple(nodes))
+        found = replace(self, graph=graph, merged=merged, nodes=tuple(nodes))
+        return _compiled(found) if self.is_compiled else found
 
 
-def cut_in_rows(dg: DataFlowGraph, how: Cut, same_bits: SameBits | None = None) -> CutGraph:
+def cut_in_rows(
+    dg: DataFlowGraph, how: Cut, same_bits: SameBits | None = None, *, is_compiled: bool = False
+) -> CutGraph:
     """Return the planned graph of `dg` with its largest parts in pieces of rows.
 
-    For exact pieces `same_bits` is the test of operations.
+    For exact pieces `same_bits` is the test of operations. Others may be compiled.
     """
+    is_compiled = is_compiled and not how.is_exact
     plain = D_to_S(dg, passes=PLANNED_PASSES)
     why: list[str] = []
+    first_cut = partial(_first_cut, count=how.count, same_bits=same_bits, is_compiled=is_compiled)
 
     def can_be_cut(run: Sequence[int], wide: str) -> bool:
         try:
             merged, index = _merged(dg, plain, run)
-            _first_cut(merged, index, how.count, wide, same_bits)
+            first_cut(merged, index, wide)
         except NotByPiecesError as error:
             main = plain.nodes[run[0]]
             why.append(f"{main.module_path or '(root)'} ({main.name}): {error}")
@@ -129,13 +139,25 @@ def cut_in_rows(dg: DataFlowGraph, how: Cut, same_bits: SameBits | None = None) 
     try:
         for chosen, wide in runs:
             index = _home(merged, plain, chosen)
-            node, own, nodes[index] = _first_cut(merged, index, how.count, wide, same_bits)
+            node, own, nodes[index] = first_cut(merged, index, wide)
             cut.append(node)
             made.append(own)
     except NotByPiecesError as error:  # each can be cut alone, but not all together
         _log.debug("only the widest part is cut: %s", error)
-        return cut_in_rows(dg, replace(how, most=1, alone=()), same_bits)
-    return CutGraph(_with_cut(merged, nodes, made), merged, tuple(cut), how, tuple(why))
+        how = replace(how, most=1, alone=())
+        return cut_in_rows(dg, how, same_bits, is_compiled=is_compiled)
+    found = CutGraph(_with_cut(merged, nodes, made), merged, tuple(cut), how, tuple(why))
+    return _compiled(found) if is_compiled else found
+
+
+def _compiled(cut: CutGraph) -> CutGraph:
+    nodes, found = [*cut.graph.nodes], []
+    for node in cut.nodes:
+        before = nodes[node.index]
+        nodes[node.index] = compiled_loops(cut.graph, before)
+        found.append(replace(node, is_compiled=nodes[node.index] is not before))
+    graph = replace(cut.graph, nodes=tuple(nodes))
+    return replace(cut, graph=graph, nodes=tuple(found), is_compiled=True)
 
 
 def _with_cut(
@@ -169,7 +191,13 @@ def _home(merged: SimplifiedGraph, plain: SimplifiedGraph, run: Sequence[int]) -
 
 
 def _first_cut(
-    sg: SimplifiedGraph, index: int, count: int, wide: str, same_bits: SameBits | None
+    sg: SimplifiedGraph,
+    index: int,
+    wide: str,
+    *,
+    count: int,
+    same_bits: SameBits | None,
+    is_compiled: bool,
 ) -> tuple[CutNode, NodeInPieces, SimplifiedNode]:
     """Cut a node along the first rows for which every operation has a rule.
 
@@ -180,7 +208,7 @@ def _first_cut(
     why = "nothing comes in that has rows"
     for rows in _rows(sg, node, count):
         try:
-            own = NodeInPieces(sg, index, rows, same_bits)
+            own = NodeInPieces(sg, index, rows, same_bits, is_compiled=is_compiled)
             changed = own.replaced(wide)
             path = node.main.module_path
             found = CutNode(index, own.count, path, node.name, rows, own.makes_gradients)

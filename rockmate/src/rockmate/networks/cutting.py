@@ -12,7 +12,7 @@ of the whole on this machine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from torch import Tensor, nn
 
 from rkgb.costs import Timing
-from rkgb.engine import B_to_D, Sample, external_values, operations, runnable
-from rkgb.graphs import BasicGraph, SimplifiedGraph
+from rkgb.engine import B_to_D, D_to_S, Sample, external_values, operations, runnable
+from rkgb.graphs import PLANNED_PASSES, BasicGraph, SimplifiedGraph
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.networks.keeping import measured_too
 from rockmate.networks.network import Network, assembled
@@ -71,6 +71,8 @@ class Cutting(Generic[AnyStep]):
     make: Callable[[CutGraph, bool], AnyStep]
     times: bool
     same_bits: BitsOfPieces | None = None
+    # Of a compiled step: the recorded nodes that each of its nodes consists of.
+    recorded: Sequence[Sequence[int]] | None = None
     _made: dict[tuple[int, _Part, bool], AnyStep | None] = field(default_factory=dict)
     _tried: set[tuple[int, tuple[CutNode, ...], bool]] = field(default_factory=set)
 
@@ -130,9 +132,7 @@ class Cutting(Generic[AnyStep]):
 
     def cut_as(self, how: Any) -> AnyStep:
         """Return the step in these pieces; times are not measured."""
-        from rkgb.rows import cut_in_rows
-
-        return self.make(cut_in_rows(B_to_D(self.basic), how, self.same_bits), False)
+        return self.make(self._cut_graph(how), False)
 
     def _step(self, count: int, part: _Part, *, times: bool) -> AnyStep | None:
         """Return the step with `count` pieces, or None if nothing new can be cut like this."""
@@ -148,15 +148,19 @@ class Cutting(Generic[AnyStep]):
         return Cut(count, part.widest, alone, self.same_bits is not None)
 
     def _cut(self, count: int, part: _Part, *, times: bool) -> AnyStep | None:
-        from rkgb.rows import cut_in_rows
-
-        cut = cut_in_rows(B_to_D(self.basic), self._how(count, part), self.same_bits)
+        cut = self._cut_graph(self._how(count, part))
         same = (count, cut.nodes, times)
         if not cut.nodes or same in self._tried:
             _log.debug("nothing is cut in %d pieces: %s", count, "; ".join(cut.refused))
             return None
         self._tried.add(same)
         return self.make(cut, times)
+
+    def _cut_graph(self, how: Cut) -> CutGraph:
+        from rkgb.rows import cut_in_rows
+
+        is_compiled = self.recorded is not None
+        return cut_in_rows(B_to_D(self.basic), how, self.same_bits, is_compiled=is_compiled)
 
     @cached_property
     def _largest_steps(self) -> tuple[int, ...]:
@@ -165,8 +169,10 @@ class Cutting(Generic[AnyStep]):
         A cut in many pieces saves about half, as what enters and leaves stays.
         """
         floors = sorted(step_floors(self.whole.problem), reverse=True)
-        large = (node for size, _, node in floors if 2 * size > floors[0][0])
-        return tuple(dict.fromkeys(large))
+        large = dict.fromkeys(node for size, _, node in floors if 2 * size > floors[0][0])
+        if self.recorded is None:
+            return tuple(large)
+        return tuple(node for compiled in large for node in self.recorded[compiled])
 
 
 def cutting_of(
@@ -192,7 +198,15 @@ def cutting_of(
         network = assembled(graph, recorded, measured, external, compiled, whole.coming)
         return replace(network, cut=cut)
 
-    return Cutting(whole, basic, make, not flops, same_bits)
+    recorded = None if whole.compiled is None else _recorded_nodes(whole.compiled, basic)
+    return Cutting(whole, basic, make, not flops, same_bits, recorded)
+
+
+def _recorded_nodes(compiled: CompiledGraph, basic: BasicGraph) -> list[list[int]]:
+    plain = D_to_S(B_to_D(basic), passes=PLANNED_PASSES)
+    home = {place: i for i, node in enumerate(plain.nodes) for place in node.positions}
+    nodes = compiled.graph.nodes
+    return [list(dict.fromkeys(map(home.__getitem__, node.positions))) for node in nodes]
 
 
 def _compiled_around(cut: CutGraph, same_bits: BitsOfPieces | None) -> CompiledGraph:

@@ -25,6 +25,7 @@ from rkgb.compiled.code.classes import (
 from rkgb.compiled.code.halves import Flops, Halves, Place, inputs_of, is_heavy
 from rkgb.compiled.code.sizes import SizeRule
 from rkgb.compiled.pieces.joint import Joint
+from rkgb.elements.target import Boxed
 from rkgb.graphs.basic import autocast_as
 from rkgb.torch_api.private.inductor import (
     AnySize,
@@ -87,7 +88,7 @@ class _Compiling:
 
     def run(self) -> CompiledCode:
         joint, mode = self.joint, fake_tensors()
-        if not joint.results or not joint.gradients:
+        if not joint.results or (joint.backward and not joint.gradients):
             raise NotCompiledError("nobody reads what it makes")
         if self.rule is not None and self.size is not None:
             self.sizes = Sizes(self.rule, AnySize(mode, self.size))
@@ -125,9 +126,11 @@ class _Compiling:
                 if kind == "result":
                     with mode:
                         node.meta["val"] = self._restrided(node.meta["val"], made[at])
-            run_back = compiled_by_inductor(
-                backward, _values(backward), (), len(joint.gradients), "backward"
-            )
+            run_back: Boxed = _nothing
+            if joint.backward:
+                run_back = compiled_by_inductor(
+                    backward, _values(backward), (), len(joint.gradients), "backward"
+                )
         return CompiledCode(
             (run, run_back),
             *(halves.takes, halves.takes_back),
@@ -174,6 +177,11 @@ def _dense(shape: Sequence[Any], stride: Sequence[int]) -> list[Any]:
 
 def _kept_bytes(code: CompiledClass, count: int) -> int:
     return sum(made.info.storage_bytes for made in code.results[count:])
+
+
+def _nothing(_: list[Any]) -> Sequence[Tensor]:
+    """The backward of a series."""
+    return ()
 
 
 def _values(graph: Any) -> list[Any]:

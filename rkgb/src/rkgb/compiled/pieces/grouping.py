@@ -10,11 +10,12 @@ only behind products and sums that do not depend on it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 
 from rkgb.elements.op import BATCH_NORMS, VIEW_NAMES, Op
+from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 from rkgb.graphs.uses import roots_of
 
@@ -89,7 +90,21 @@ def refusal(node: SimplifiedNode, sg: SimplifiedGraph) -> str:
 
 
 def _refusal_of(op: Op, sg: SimplifiedGraph) -> str:
-    infos = sg.infos
+    infos, basic = sg.infos, sg.basic
+    if why := _never_compiled(op, infos):
+        return why
+    home, outside = sg.producer, set(basic.externals)
+    for value in op.writes:
+        root = infos[value].alias_of
+        if root in outside and op.target_name not in BATCH_NORMS:
+            return "writes to what the module was given"
+        if root in home and op in basic.backward:
+            return "writes in the backward to what the forward has made"
+    return ""
+
+
+def _never_compiled(op: Op, infos: Mapping[str, TensorInfo]) -> str:
+    """Return why an operation is compiled nowhere; '' if it may be."""
     if getattr(op.target, "namespace", "") != "aten":
         return "is no operation of torch's own"
     if op.is_random:
@@ -103,23 +118,25 @@ def _refusal_of(op: Op, sg: SimplifiedGraph) -> str:
         return "is not among those whose compiled form is known to repeat its bits"
     if name in _POOLS and not _takes_small_windows(op):
         return f"takes windows of more than {_LARGEST_WINDOW} elements, or with gaps"
-    if name in _OVER_CLASSES and _has_few_classes(op, sg):
+    if name in _OVER_CLASSES and _has_few_classes(op, infos):
         return f"is faster as it is, over {_FEW_CLASSES} classes or less of many pixels"
-    basic = sg.basic
     for value in (*op.inputs, *filter(None, op.results)):
         info = infos[value]
         if info.is_conj or info.dtype not in (*_TYPES, *_INTEGERS):
             return f"takes or makes {info.dtype}"
         if info.is_on_host:
             return "takes or makes what lies on the host"
-    home, outside = sg.producer, set(basic.externals)
-    for value in op.writes:
-        root = infos[value].alias_of
-        if root in outside and name not in BATCH_NORMS:
-            return "writes to what the module was given"
-        if root in home and op in basic.backward:
-            return "writes in the backward to what the forward has made"
     return ""
+
+
+def is_product(op: Op) -> bool:
+    """Return whether an operation is a product, a convolution or attention, or a backward."""
+    return op.target_name.removesuffix("_backward") in _HEAVY
+
+
+def is_light(op: Op, infos: Mapping[str, TensorInfo]) -> bool:
+    """Return whether an operation can be compiled and is no product."""
+    return not (is_product(op) or op.writes or _never_compiled(op, infos))
 
 
 def _takes_small_windows(op: Op) -> bool:
@@ -130,9 +147,9 @@ def _takes_small_windows(op: Op) -> bool:
     return count <= _LARGEST_WINDOW and all(n == 1 for sizes in dilation for n in sizes)
 
 
-def _has_few_classes(op: Op, sg: SimplifiedGraph) -> bool:
+def _has_few_classes(op: Op, infos: Mapping[str, TensorInfo]) -> bool:
     """Return whether an operation runs over a short axis that is not the innermost."""
-    info = sg.infos[op.args[_OVER_CLASSES[op.target_name]].name]
+    info = infos[op.args[_OVER_CLASSES[op.target_name]].name]
     place = {"_softmax": 1, "_log_softmax": 1}.get(op.target_name, 2)
     axis = 1 if op.target_name.startswith("nll") else op.args[place] % len(info.shape)
     return 1 < info.shape[axis] <= _FEW_CLASSES and math.prod(info.shape[axis + 1 :]) > 1

@@ -143,7 +143,8 @@ def partitioned(
     """Return the graphs of the forward, whose first outputs are `results`, and of the backward.
 
     With `rebuilds`, the backward recomputes everything except heavy operations and large sums;
-    otherwise torch decides what to save. Heavy operations never run twice.
+    otherwise torch decides what to save. Heavy operations never run twice. A joint that makes
+    nothing but results has an empty backward.
     """
     from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -151,6 +152,12 @@ def partitioned(
 
     device = inputs[-1].device
     joint = _recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=device)
+    (output,) = joint.graph.find_nodes(op="output")
+    if len(output.args[0]) == results:
+        empty = torch.fx.Graph()
+        empty.output(())
+        joint.graph.set_codegen(torch.fx.graph.CodeGen())  # it takes and gives flat lists
+        return joint, torch.fx.GraphModule({}, empty)
     for node in joint.graph.nodes:
         if node.op == "call_function" and is_heavy(node.target):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
