@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from oracles.one_by_one import run
 from rkgb.elements.op import Op, Ref, run_op
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.rows.channels import Channels
@@ -56,13 +57,6 @@ def recorded(
             ops.append(op(aten.slice.Tensor, (Ref("gx"), 1, start, start + count), f"g{name}"))
         start += count
     return ops, given
-
-
-def run(ops: list[Op], given: dict[str, Tensor]) -> dict[str, Tensor]:
-    values = dict(given)
-    for one in ops:
-        run_op(one, values)
-    return values
 
 
 THREE = {"a": 2, "b": 3, "c": 1}

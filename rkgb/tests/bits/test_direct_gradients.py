@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rkgb.elements.op import Op, Ref, run_op
+from oracles.one_by_one import run
+from rkgb.elements.op import Op, Ref
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.rows.losses import direct
 
@@ -37,13 +38,6 @@ def recorded(
         Op("made", aten._log_softmax_backward_data.default, back, {}, ("made",)),
     ]
     return ops, values
-
-
-def run(ops: list[Op], given: dict[str, Tensor]) -> dict[str, Tensor]:
-    values = dict(given)
-    for op in ops:
-        run_op(op, values)
-    return values
 
 
 def infos(values: dict[str, Tensor]) -> dict[str, TensorInfo]:

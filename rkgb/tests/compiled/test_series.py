@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from oracles.one_by_one import run
 from rkgb.compiled import compile_series, products_first
-from rkgb.elements.op import Op, Ref, run_op
+from rkgb.elements.op import Op, Ref
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -40,13 +41,6 @@ GATED = (
 def given() -> dict[str, Tensor]:
     torch.manual_seed(0)
     return {name: torch.randn(8, 8) for name in ("x", "wg", "wu", "wd")}
-
-
-def run(ops: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = dict(values)
-    for each in ops:
-        run_op(each, found, getattr(each.target, "_op", None))
-    return found
 
 
 def test_what_is_no_product_waits_for_one_that_needs_it() -> None:
