@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rockmate import Rockmate, largest_batch
+from rockmate import InfeasibleBudgetError, Rockmate, largest_batch
 
 ROOM_BYTES = 1_000_000  # more than any of these takes
 
@@ -198,3 +198,44 @@ def test_no_function_remembers_tensors_without_content() -> None:
         assert type(table(8)) is Tensor
         assert torch.equal(table(8), torch.linspace(0, 1, 8))
         table.cache_clear()
+
+
+class SaysOnce(nn.Module):
+    """Its function says each number once; what it keeps of its first call makes it run whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.kept = nn.Linear(8, 8), None
+        self.said: list[int] = []
+
+        @functools.lru_cache(maxsize=4)
+        def say(number: int) -> None:
+            self.said.append(number)
+
+        self.say = say
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = torch.full_like(x[:1].detach(), 0.5)
+        self.say(x.shape[-1])
+        return self.layer(x) * self.kept
+
+
+@pytest.mark.parametrize("before", [(), (3,)], ids=["nothing", "something else"])
+def test_planning_computes_nothing_for_a_step_that_calls_again(before: tuple[int, ...]) -> None:
+    """Also where a budget was refused before, or the function remembered something."""
+    model = SaysOnce()
+    for number in before:
+        model.say(number)
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        Rockmate(model, (torch.randn(6, 8),), 1000)
+    assert model.said == [*before]
+    planned = Rockmate(model, (torch.randn(6, 8),), refused.value.minimum_bytes)
+    assert model.said == [*before]
+    assert model.say.cache_info().currsize == len(before)
+    for _ in range(2):
+        planned(torch.randn(6, 8)).sum().backward()
+        assert model.said == [*before, 8]
+    for number in range(20, 27):  # it drops what it has not needed for longest
+        model.say(number)
+    assert model.say.cache_info().currsize == 4

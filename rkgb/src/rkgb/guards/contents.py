@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.errors import SideEffectError
-from rkgb.guards.entries import ABSENT, cell_content
+from rkgb.guards.entries import ABSENT, cell_content, remembered
 from rkgb.guards.holding import (
     BOUND,
     CACHED,
@@ -225,7 +225,8 @@ class Contents:
     def __init__(self) -> None:
         self._held: dict[tuple[int, str | None], tuple[Any, Any]] = {}
         self._copies: list[tuple[Any, Any, Any]] = []  # kept: owner, place, and copy
-        self.caches: list[Any] = []  # functions that had no results to remember
+        # Functions that remember results, by identity: each with those that they had.
+        self.caches: dict[int, tuple[Any, Collection[Any]]] = {}
 
     def add(
         self, owner: Any, name: str | None = None, *, lends: bool = True, keeps: bool = False
@@ -254,12 +255,18 @@ class Contents:
         _lend(() if keeps else copies)
 
     def add_caches(self, caches: Iterable[Any]) -> None:
-        """Let functions forget their results later, if they have none now."""
-        self.caches += (cached for cached in caches if not cached.cache_info().currsize)
+        """Let functions forget later what they compute from now on."""
+        for cached in caches:
+            self.caches.setdefault(id(cached), (cached, (*remembered(cached)[0],)))
 
     def keep_results(self, kept: Container[Any]) -> None:
         """Let these functions remember their results."""
-        self.caches = [cached for cached in self.caches if cached not in kept]
+        self.caches = {key: one for key, one in self.caches.items() if one[0] not in kept}
+
+    def new_results(self, cached: Any) -> list[Any]:
+        """Return by what a function remembers results that it has computed meanwhile."""
+        known = {*map(id, self.caches[id(cached)][1])}
+        return [key for key in remembered(cached)[0] if id(key) not in known]
 
     def as_now(self) -> Contents:
         """Return what the same owners hold now."""
@@ -304,8 +311,12 @@ class Contents:
 
     def restore(self) -> None:
         """Put everything back."""
-        for cached in self.caches:
-            cached.cache_clear()
+        for cached, known in self.caches.values():
+            if not known:
+                cached.cache_clear()
+            else:  # one of a bounded memory stays among those that it drops first, as nobody's
+                for key in self.new_results(cached):
+                    del remembered(cached)[0][key]
         for (_, name), (owner, content) in self._held.items():
             if name is not None or isinstance(owner, CellType):
                 if _content(owner, name) is not content:

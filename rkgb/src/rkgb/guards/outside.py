@@ -59,7 +59,9 @@ class OutsideState:
     def __init__(self, *, lends: bool = False) -> None:
         self._contents = Contents()
         self._contents.add_caches(_caches)
-        _kept.difference_update(self._contents.caches)
+        _kept.difference_update(
+            cached for cached, known in self._contents.caches.values() if not known
+        )
         # Whoever looks at calls in this thread looks at the user's: copying is none of theirs.
         looking = sys.getprofile()
         sys.setprofile(None)
@@ -185,8 +187,6 @@ class Outside:
         self._paths: dict[int, tuple[str, str]] = {}  # of owners: module, and attribute
         self._direct: set[int] = set()  # containers that are attributes themselves
         self._local: set[int] = set()  # codes of functions that are made while it runs
-        # Functions that remember their results, by identity, and by what they did before.
-        self._cached: dict[int, tuple[Any, list[Any]]] = {}
         for path, module in twin.named_modules():
             for name, value in vars(module).items():
                 if name not in OF_MODULE and value is not None:
@@ -236,12 +236,10 @@ class Outside:
     def _note_caches(self, caches: Iterable[Any]) -> None:
         """Know what functions remember before they run."""
         kept = (c for c in caches if type(c) is CACHED and is_users(c.__module__))
-        new = [cached for cached in kept if id(cached) not in self._cached]
+        new = [cached for cached in kept if id(cached) not in self.contents.caches]
         forget_stand_ins(new)
         self.contents.add_caches(new)
         _caches.update(new)
-        for cached in new:
-            self._cached[id(cached)] = cached, [*remembered(cached)[0]]
 
     def _refuse_defaults(self, seen: Seen, frame: FrameType) -> None:
         """Refuse a default that changes by being used, which the frame has got already.
@@ -270,9 +268,8 @@ class Outside:
     def close(self) -> None:
         """Put everything back."""
         self.contents.restore()
-        forget_stand_ins(cached for cached, _ in self._cached.values())
 
-    def refuse(self, seen: Iterable[Seen], copies: Mapping[int, Any]) -> None:
+    def refuse(self, seen: Collection[Seen], copies: Mapping[int, Any]) -> None:
         """Refuse what changes something, or uses it up.
 
         Raises:
@@ -283,10 +280,11 @@ class Outside:
             "pass what it gives as an argument, or do it outside of forward",
             "which a recording would not do again",
         )
-        if not any(_has_stand_ins(cached) for cached, _ in self._cached.values()):
-            _kept.update(self.contents.caches)
+        if not any(_has_stand_ins(cached) for cached, _ in self.contents.caches.values()):
+            ran = [cached for cached, _ in self._caches_of(seen)]
+            self.remembers |= any(map(self.contents.new_results, ran))
+            _kept.update(ran)
             self.contents.keep_results(_kept)
-            self.remembers = any(map(self._new_keys, self._cached))
 
     def refuse_read_elsewhere(
         self, names: Collection[tuple[str, str]], seen: list[Seen], copies: Mapping[int, Any]
@@ -315,20 +313,22 @@ class Outside:
                 module_path=path,
             )
 
-    def _new_keys(self, cached: int) -> list[Any]:
-        """Return by what a function remembers results that it has computed meanwhile."""
-        function, before = self._cached[cached]
-        known = {*map(id, before)}
-        return [key for key in remembered(function)[0] if id(key) not in known]
+    def _caches_of(self, seen: Iterable[Seen]) -> Iterator[tuple[Any, Seen]]:
+        """Yield functions that remember, each with what of it ran.
+
+        What ran inside of a part that runs whole is none: each step runs it.
+        """
+        ran = {id(one.code): one for one in seen}
+        for cached, _ in self.contents.caches.values():
+            if one := ran.get(id(getattr(cached.__wrapped__, "__code__", None))):
+                yield cached, one
 
     def _of_caches(self, seen: Iterable[Seen]) -> Iterator[tuple[str, str]]:
         """Yield functions that remember by what is another object in each call, or copy."""
-        ran = {id(one.code): one for one in seen}  # not what ran inside of a part that runs whole
-        for key, (cached, _) in self._cached.items():
-            one = ran.get(id(getattr(cached.__wrapped__, "__code__", None)))
-            parts = [] if one is None else self._new_keys(key)
+        for cached, one in self._caches_of(seen):
+            parts = self.contents.new_results(cached)
             for part in parts:  # grows while it is walked
-                if one and (isinstance(part, (nn.Module, Tensor)) or id(part) in self._paths):
+                if isinstance(part, (nn.Module, Tensor)) or id(part) in self._paths:
                     told = f"'{cached.__name__}' ({_line(one.code)})"
                     yield max(one.paths), f"calls {told}, which remembers by tensors or objects"
                     break
