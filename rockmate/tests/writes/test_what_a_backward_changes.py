@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -96,3 +97,42 @@ def test_every_step_changes_it_once(name: str) -> None:
         assert found[0] == found[2]
         assert torch.equal(found[1], found[3])
         assert_same_gradients(model, twin)
+
+
+class Whole(nn.Module):
+    """For another reason it runs whole, so that no recording has seen its backward's Python."""
+
+    def __init__(self, work: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.sizes = Net(work), Sizes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x * self.sizes.scale(x.dim()))
+        return y
+
+
+class Sizes:
+    @functools.lru_cache  # noqa: B019 (as users do)
+    def scale(self, number: int) -> float:
+        return 1 / number
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_planning_a_part_that_runs_whole_changes_nothing(name: str) -> None:
+    module = Whole(CHANGES[name])
+    _seen.clear()
+    _kept.clear()
+    state = random.getstate()
+    planned = Rockmate(
+        nn.Sequential(module, nn.Linear(16, 16)),
+        (torch.randn(4, 16),),
+        1_000_000,
+        cost="flops",
+        self_test=False,
+    )
+    inner = module.inner
+    assert (inner.count, inner._count, inner.list, _seen, _kept) == (0, 0, [], [], {})
+    assert random.getstate() == state
+    for step in range(1, 3):
+        planned(torch.randn(4, 16)).sum().backward()
+        assert inner.count + inner._count + len(inner.list) + len(_seen) in (0, step)

@@ -266,12 +266,16 @@ class PieceRecorder:
             if any(tensor.is_cuda for tensor in tensors):
                 runs_once |= any(map(draws_by_cudnn, module.modules()))
             call = replace(call, left=seen.attributes)
+            codes = self.codes.like_it()
             trials = Trials(
                 *(self.twin, self.recorder.device, self.names, call, module, tensors),
-                *(seen.written, tangents, self.takes_by_values),
+                *(seen.written, tangents, self.takes_by_values, codes),
             )
             with self.codes.resting():
                 piece, made = trials.piece()
+            in_forward = {id(one.code) for one in ran}
+            if any(id(one.code) not in in_forward for one in codes.seen.values()):
+                self.looked_at([*codes.seen.values()])  # what a backward changes is put back, too
             piece = self.tried.note(replace(piece, runs_once=runs_once, reads=reads))
             return piece, made
         state, lent = ModuleState(module), Lent(module)

@@ -79,6 +79,8 @@ class Trials:
     written: tuple[str, ...]  # parameters
     tangents: Tangents | None
     takes_by_values: bool  # whether a call runs a kernel whose workspace depends on values
+    watch: contextlib.AbstractContextManager[Any]  # notes which of the user's functions run
+    flops: int | None = None
 
     def piece(self) -> tuple[Piece, list[Tensor]]:
         """Run the call four times; return the piece and the results of the call.
@@ -123,6 +125,9 @@ class Trials:
         def freeing(span: Any) -> None:
             self._trial(span, frees=True)
 
+        if self.flops is None:  # first: what a backward changes is known before others change it
+            self.flops = self._flops()
+            again()
         trace = trace_memory(first, device)
         inside = [id(p) for p in added_to if p.grad is not None]
         if inside:
@@ -143,8 +148,6 @@ class Trials:
             self.call = replace(call, parameters=own)
             return self._piece(is_in_order=orders_them)
         writes = contents.changed()
-        again()
-        total = self._flops()
         again()
         hidden = self._hidden()
         again()
@@ -180,7 +183,7 @@ class Trials:
             freeing_workspace_bytes=(spans[1] if one.transforms else freed).added_peak_bytes
             - one.made_bytes[1],
             time_ms=(min(one.time_ms[0], two.time_ms[0]), min(one.time_ms[1], two.time_ms[1])),
-            flops=(total // 3, total - total // 3),
+            flops=(self.flops // 3, self.flops - self.flops // 3),
         ), two.made
 
     def _without(self, inside: Sequence[int], trial: _Trial) -> tuple[str, ...]:
@@ -217,7 +220,7 @@ class Trials:
         """Return the FLOPs, or 0 if the counter fails."""
         try:
             # After a run under a mode, torch.cond fails for good.
-            with _counting() as counter, Patches([(torch, "cond", refuse)]):
+            with _counting() as counter, Patches([(torch, "cond", refuse)]), self.watch:
                 self._trial()
         except Exception:  # the same call has just worked without the counter
             return 0
