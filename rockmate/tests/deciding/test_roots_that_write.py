@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the name everybody uses)
 from torch import Tensor, nn
 
+from oracles.training import assert_same_gradients
 from rockmate import InfeasibleBudgetError, Rockmate
 
 WIDTH, ROWS = 32, 128
@@ -122,3 +123,45 @@ def test_what_is_written_is_named_where_no_budget_is_left() -> None:
         Rockmate(model, torch.randn(ROWS, WIDTH), 0.5)
     assert any("up.bias' is written in the forward of the root" in n for n in error.value.__notes__)
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+
+
+class WithState(nn.Module):
+    """It goes on from what earlier steps have left, history included, and decides by values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Layer() for _ in range(3))
+        self.state, self.past = torch.zeros(()), [torch.zeros(())]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).sin()
+        self.state = 0.5 * self.state + x.mean()
+        self.past = [self.past[-1] + x.std()]
+        if x.mean() > 100:
+            x = x * 2
+        x = x + self.state + self.past[0]
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_planning_does_not_run_back_into_earlier_steps() -> None:
+    """A call of another size is planned while a step before it waits for its backward."""
+    torch.manual_seed(0)
+    model = WithState()
+    twin = copy.deepcopy(model)
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        Rockmate(model, torch.randn(ROWS, WIDTH), 100, cost="flops")
+    budget = refused.value.minimum_bytes
+    planned = Rockmate(model, torch.randn(ROWS, WIDTH), budget, cost="flops", self_test=False)
+    waiting = []
+    for module, own in ((planned, model), (twin, twin)):
+        torch.manual_seed(1)
+        waiting.append(module(torch.randn(ROWS, WIDTH)))
+        module(torch.randn(ROWS // 4, WIDTH))
+        assert all(parameter.grad is None for parameter in own.parameters())
+        waiting[-1].backward()
+    assert torch.equal(*waiting)
+    assert_same_gradients(model, twin)
+    assert torch.equal(model.state, twin.state)
+    assert torch.equal(model.past[0], twin.past[0])

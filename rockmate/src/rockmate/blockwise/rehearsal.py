@@ -26,6 +26,7 @@ from rkgb.module_state import (
     ParameterPlaces,
     StartOfCall,
     finding_what_changes,
+    without_history,
 )
 from rkgb.run import CompiledStep, StepProgram
 from rkgb.safeguards import without_traces
@@ -188,6 +189,13 @@ def kept_as_it_is(
     A parameter that was given other memory (`p.data = ...`) gets its own back. What is yielded
     gives arguments, and anew copies of what changes by being used, to one more run.
     """
+    with without_history(model):
+        yield from _kept_as_it_is(model, device, call)
+
+
+def _kept_as_it_is(
+    model: nn.Module, device: torch.device, call: Call
+) -> Iterator[Callable[[], None]]:
     start, lent, places = StartOfCall(model, device), Lent(model), ParameterPlaces(model)
     leaves, given = _leaves(model), KeptTensors.given(flatten(call)[0])
 
