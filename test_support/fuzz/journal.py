@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import gc
 import hashlib
 import pickle
@@ -163,6 +164,8 @@ def fact(value: Any, depth: int = 3) -> Fact:
         return (value.to_dense() if value.is_sparse else value).clone()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, (torch.dtype, enum.Enum)):
+        return str(value)
     if isinstance(value, (list, tuple)) and depth:
         return type(value).__name__, *(fact(part, depth - 1) for part in value)
     if isinstance(value, dict) and depth:

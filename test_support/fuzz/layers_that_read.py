@@ -6,6 +6,7 @@ Everything here is legal PyTorch. Each form has what a loop may change of what i
 from __future__ import annotations
 
 from fuzz.layers import ANY, IMAGES, LAST, ROWS, Form
+from fuzz.layers_of_effects import EFFECTS
 from fuzz.layers_of_objects import OBJECTS
 
 _FUNCTIONS = {
@@ -347,5 +348,5 @@ HOOKS = {
     ),
 }
 
-FORMS = ROWS | ANY | IMAGES | FUNCTIONS | PYTHON | OBJECTS | OPAQUE | STATE | HOOKS
+FORMS = ROWS | ANY | IMAGES | FUNCTIONS | PYTHON | OBJECTS | EFFECTS | OPAQUE | STATE | HOOKS
 PLAIN = frozenset(ROWS | ANY | IMAGES)  # what most layers of a network are drawn from

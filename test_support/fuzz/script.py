@@ -31,15 +31,21 @@ RESULTS = {
 }
 
 IMPORTS = """\
+import array
 import collections
 import concurrent.futures
 import contextlib
 import contextvars
 import copy
 import dataclasses
+import enum
 import functools
 import itertools
+import logging
+import operator
+import os
 import random
+import tempfile
 import threading
 import types
 import weakref
