@@ -6,6 +6,7 @@ place of what changes by being used. Afterwards everything is compared, and put 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import weakref
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rkgb.errors import SideEffectError, in_module
@@ -26,7 +28,8 @@ from rkgb.guards.identities import identities_asked, identity, set_and_read
 from rkgb.guards.loads import loads_of
 from rkgb.guards.owners import is_users
 from rkgb.guards.sources import Source, Sources, function_named, look_up, see_frozen, unbound
-from rkgb.torch_api.private.modes import is_abstract
+from rkgb.torch_api.private.autograd import set_version
+from rkgb.torch_api.private.modes import is_abstract, unwatched
 from rkgb.torch_api.private.tables import pytree
 from rkgb.torch_api.quiet import set_profile
 
@@ -37,6 +40,8 @@ _leading: dict[Hashable, tuple[Source, frozenset[str]]] = {}
 # Functions of users that remember their results, of all models.
 _caches: weakref.WeakSet[Any] = weakref.WeakSet()
 _kept: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose results a recording relies on
+# Tensors outside that forwards were seen to write to, by identity.
+_written: dict[int, weakref.ref[Tensor]] = {}
 _LOOKS_UP = "looks up its own modules, or what they hold, in what"
 
 
@@ -48,6 +53,14 @@ def forget_stand_ins(caches: Iterable[Any] = _caches) -> None:
 
 def _has_stand_ins(cached: Any) -> bool:
     return any(map(is_abstract, pytree.tree_leaves(remembered(cached)[1])))
+
+
+def note_written(tensor: Tensor) -> None:
+    """From now on, `OutsideState` puts back the content of a tensor that a forward writes to."""
+    for key in [key for key, held in _written.items() if held() is None]:
+        del _written[key]
+    if not is_abstract(tensor):
+        _written[id(tensor)] = weakref.ref(tensor)
 
 
 class OutsideState:
@@ -62,6 +75,9 @@ class OutsideState:
         _kept.difference_update(
             cached for cached, known in self._contents.caches.values() if not known
         )
+        held = [t for ref in _written.values() if (t := ref()) is not None]
+        with unwatched() if held else contextlib.nullcontext(), torch.no_grad():
+            self._tensors = [(t, t.detach().clone(), t._version) for t in held]
         # Whoever looks at calls in this thread looks at the user's: copying is none of theirs.
         looking = sys.getprofile()
         sys.setprofile(None)
@@ -81,6 +97,11 @@ class OutsideState:
         """Put it back."""
         self._contents.keep_results(_kept)
         self._contents.restore()
+        for tensor, content, version in self._tensors:
+            if tensor._version != version:
+                with unwatched(), torch.no_grad():
+                    tensor.copy_(content)
+                set_version(tensor, version)
 
 
 class Readable:

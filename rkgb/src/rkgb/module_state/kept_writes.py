@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rkgb.elements.spread import memory_of
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import SideEffectError
+from rkgb.guards.outside import note_written
 from rkgb.torch_api.private.autograd import set_version
 from rkgb.torch_api.private.modes import DispatchMode
 from rkgb.torch_api.private.tables import pytree
@@ -25,37 +26,50 @@ from rkgb.torch_api.tensor_facts import placed_parameters
 class KeptWrites(DispatchMode):
     """While active, saves those of these tensors that operations are about to write.
 
-    They are restored at exit.
+    They are restored at exit. So are others that were there before, except for those `but` which
+    it looks everywhere: from now on, whoever runs a step for planning puts these back.
     """
 
     only_watches = True
 
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(
+        self, tensors: Iterable[tuple[str, Tensor]], but: Iterable[Tensor] | None = None
+    ) -> None:
         super().__init__()
+        # Storages of these, and of what has been made meanwhile.
+        self._made = None if but is None else {storage_id(t) for t in but if _is_strided(t)}
         self._named: dict[int, list[tuple[str, Tensor]]] = {}
         for name, tensor in tensors:
-            if tensor.layout is torch.strided and memory_of(tensor) is tensor:
+            if _is_strided(tensor) and memory_of(tensor) is tensor:
                 self._named.setdefault(storage_id(tensor), []).append((name, tensor))
         self._kept: dict[int, KeptTensors] = {}
 
     @property
     def written(self) -> tuple[str, ...]:
         """The names of the written tensors."""
-        return tuple(name for key in self._kept for name, _ in self._named[key])
+        return tuple(name for key in self._kept for name, _ in self._named.get(key, ()))
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.keep(func, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if self._made is not None:
+            made = (t for t in pytree.tree_leaves(result) if isinstance(t, Tensor))
+            self._made.update(storage_id(t) for t in made if _is_strided(t))
+        return result
 
     def keep(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Save the tensors that an operation is about to write."""
         for where in written_by(func):
             value = kwargs.get(where[1]) if where[0] >= len(args) else args[where[0]]
             for tensor in pytree.tree_leaves(value):
-                if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                if isinstance(tensor, Tensor) and _is_strided(tensor):
                     key = storage_id(memory_of(tensor))
                     if key in self._named and key not in self._kept:
                         self._kept[key] = KeptTensors(tensor for _, tensor in self._named[key])
+                    elif self._made is not None and key not in self._made | self._kept.keys():
+                        whole = tensor if tensor._base is None else tensor._base
+                        self._kept[key] = KeptTensors([whole])
+                        note_written(whole)
 
     def restore(self) -> None:
         """Restore the written tensors."""
@@ -65,6 +79,10 @@ class KeptWrites(DispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self.restore()
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided
 
 
 class KeptTensors:

@@ -115,7 +115,7 @@ def left_by(
     stream, state = RngState.save(device), ModuleState(module)
     contents, lent = BufferContents(module), Lent(module)
     own = [(f"argument {place}", tensor) for place, tensor in enumerate(tensors)]
-    kept = KeptWrites((*placed_parameters(twin), *own))
+    kept = KeptWrites((*placed_parameters(twin), *own), but=twin.buffers())
     places = ParameterPlaces(twin)
     moved: list[str] = []
     retained: list[None] = []  # an entry for each call

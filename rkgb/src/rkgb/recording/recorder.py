@@ -26,6 +26,7 @@ from rkgb.errors import (
     in_module,
 )
 from rkgb.guards.code_watch import CodeWatch
+from rkgb.guards.outside import note_written
 from rkgb.module_state.kept_writes import KeptWrites
 from rkgb.recording.kernels import (
     tensors_returned,
@@ -350,7 +351,8 @@ class Recorder(Reads, DispatchMode):
     def _refuse_writes(self, what_writes: str, writes: Sequence[str], is_grad: bool) -> None:
         for name in writes:
             root = self.infos[name].alias_of
-            kind = self.kinds.get(root, "")
+            # One that is reached by another way than the module may lie on memory of a parameter.
+            kind = "constant" if name in self.constants else self.kinds.get(root, "")
             # Tensors that autograd makes unseen in a backward are constants too.
             kept = (
                 ("parameter", "input") if self.in_backward else ("parameter", "input", "constant")
@@ -360,6 +362,8 @@ class Recorder(Reads, DispatchMode):
             if kind == "parameter" and not self.in_backward and not is_grad:
                 continue  # under no_grad, for example: restored after the recording
             if kind in kept:
+                if kind == "constant" and not self.in_backward:
+                    note_written(self.constants[name if name in self.constants else root])
                 what = "input" if kind == "input" else "parameter or constant"
                 path, source = self.places.here()
                 raise SideEffectError(
