@@ -11,6 +11,7 @@ on contents.py (what it held before) and identities.py (whether it compares its 
 
 from rkgb.guards.code_watch import CodeWatch
 from rkgb.guards.contents import Contents
+from rkgb.guards.doors import Door
 from rkgb.guards.loads import ANY
 from rkgb.guards.outside import Readable
 from rkgb.guards.owners import is_users
@@ -21,6 +22,7 @@ __all__ = [
     "ANY",
     "CodeWatch",
     "Contents",
+    "Door",
     "Kept",
     "Named",
     "ReadInBackward",

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from rkgb.guards import is_users
+from rkgb.errors import NoStepError
+from rkgb.guards import Door, is_users
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.quiet import printing_to, without_prints
 
@@ -30,6 +31,16 @@ from rkgb.torch_api.quiet import printing_to, without_prints
 _OPEN_FOR_USERS = frozenset(("numpy", "pathlib", "gzip", "codecs", "pandas", "PIL"))
 # Loggers whose messages are not the user's.
 _APART = frozenset(("rkgb", "rockmate", "rotor", "torch"))
+# What changes files or the like, with how many paths it takes first.
+_CHANGES = {
+    name: paths
+    for name, paths in {
+        **dict.fromkeys(("mkdir", "rmdir", "remove", "unlink", "truncate", "chmod", "chown"), 1),
+        **dict.fromkeys(("utime", "mkfifo", "mknod", "lchown", "system"), 1),
+        **dict.fromkeys(("rename", "replace", "link", "symlink"), 2),
+    }.items()
+    if hasattr(os, name)
+}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND
 
 
@@ -39,9 +50,10 @@ def without_traces(
 ) -> Iterator[None]:
     """While active, what this thread does leaves nothing outside of the process.
 
-    Prints and messages to loggers are dropped, the user's files to write are the null device, and
-    the environment is put back in the end. `said` gets what loggers would have put out, and
-    how; then prints are the caller's matter.
+    Prints and messages to loggers are dropped, the user's files to write are the null device, what
+    changes files changes none, and the environment is put back in the end. What starts processes or
+    connections is refused. `said` gets what loggers would have put out, and how; then prints are
+    the caller's matter.
     """
     variables: dict[str, str | None] = {}  # of the environment, as they were
     told = sys.stderr  # where our own messages go
@@ -69,6 +81,8 @@ def without_traces(
             (os, "unsetenv", delete_variable),
             (os, "open", _opening_by_flags(os.open)),
             (torch, "save", _saving(torch.save)),
+            *((os, name, _doing_nothing(getattr(os, name), n)) for name, n in _CHANGES.items()),
+            *((place, n, _refusing(getattr(place, n))) for place, n in _starts()),
             *((place, "open", _opening(io.open)) for place in (builtins, io)),
         )
     )
@@ -127,6 +141,46 @@ def _opening_by_flags(before: Callable[..., int]) -> Callable[..., int]:
         return before(path, flags, *args, **kwargs)
 
     return open_file
+
+
+def _doing_nothing(before: Callable[..., Any], paths: int) -> Callable[..., Any]:
+    def change(*args: Any, **kwargs: Any) -> Any:
+        if Door.SYSTEM.reader(sys._getframe(2)) is None:
+            return before(*args, **kwargs)
+        # Without a path it changes nothing, and is seen to be called.
+        with contextlib.suppress(OSError):
+            return before(*[""] * paths, *args[paths:])
+        return None
+
+    return change
+
+
+def _starts() -> Iterator[tuple[Any, str]]:
+    """Yield what starts processes, or connects to others."""
+    yield from ((os, name) for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp"))
+    for module, kind, names in (
+        ("subprocess", "Popen", ("__init__",)),
+        ("socket", "socket", ("connect", "connect_ex")),
+    ):
+        found = getattr(sys.modules.get(module), kind, None)
+        yield from ((found, name) for name in names if found is not None)
+
+
+def _refusing(before: Callable[..., Any]) -> Callable[..., Any]:
+    def start(*args: Any, **kwargs: Any) -> Any:
+        frame = Door.SYSTEM.reader(sys._getframe(2))
+        if frame is None:
+            return before(*args, **kwargs)
+        place = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+        raise NoStepError.to_capture(
+            "the model",
+            "do it outside of forward, and pass what it gives as an argument",
+            f"its forward starts a process or a connection ('{before.__qualname__}'), which "
+            "planning would do more often than its steps",
+            place,
+        )
+
+    return start
 
 
 def _saving(before: Callable[..., Any]) -> Callable[..., Any]:
