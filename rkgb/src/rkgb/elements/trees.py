@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import operator
 import types
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,10 @@ class _Object:
         if kind is torch.Size:
             return kind(items)
         made = tuple.__new__(kind, items) if issubclass(kind, tuple) else kind.__new__(kind)
-        if isinstance(made, dict):
+        if isinstance(made, OrderedDict):  # which has its order in a list of its own
+            for name, value in items.items():
+                OrderedDict.__setitem__(made, name, value)
+        elif isinstance(made, dict):
             dict.update(made, items)
         elif isinstance(made, list):
             list.extend(made, items)
@@ -132,6 +136,9 @@ def _flatten(
             inner.append(_Object(torch.Size, (), _flatten(([*value],), leaves, own, above)))
             continue
         if isinstance(value, (Tensor, *_PLAIN)) or not holds_tensors(value):
+            if own is not None and _closes_over_tensors(value):
+                kind = type(value).__name__
+                raise UnknownTreeError(kind, "that leads to tensors of this step")
             known = own is None or isinstance(value, (Tensor, *_PLAIN, *_CLOSED))
             if known or id(value) in own:  # type: ignore[operator]
                 inner.append(None)
@@ -148,6 +155,16 @@ def _flatten(
         content = _flatten(parts, leaves, own, (*above, id(value)))
         inner.append(_Object(type(value), names, content))
     return Structure(spec, tuple(inner))
+
+
+def _closes_over_tensors(value: Any) -> bool:
+    """Whether a function holds tensors, or is a method of one."""
+    if isinstance(value, types.FunctionType):
+        cells = value.__closure__ or ()
+        held = [cell.cell_contents for cell in cells if cell != types.CellType()]
+        return any(map(holds_tensors, (*held, value.__defaults__)))
+    is_method = isinstance(value, (types.MethodType, types.BuiltinFunctionType))
+    return is_method and isinstance(value.__self__, Tensor)
 
 
 def _is_size(value: Any) -> bool:

@@ -85,8 +85,16 @@ def refuse_result(made: Tensor) -> None:
     """Refuse a result that a step would return otherwise.
 
     Raises:
-        NotRecordedError: an attribute is written on it, or it is a leaf with a gradient of its own.
+        NotRecordedError: an attribute is written on it, it is a leaf with a gradient of its own, or
+            of a class of the user's.
     """
+    kind = type(made)
+    if is_users(kind.__module__):
+        raise NotRecordedError(
+            f"returns a tensor of the class {kind.__qualname__}, where a planned step would return "
+            "a plain one",
+            "let it return a plain tensor (as_subclass(torch.Tensor)), and make the other outside",
+        )
     if written := written_on(made):
         raise NotRecordedError(
             f"sets the attribute '{next(iter(written))}' of a tensor that it returns, which a "
