@@ -15,7 +15,8 @@ from torch import nn
 
 from rkgb.capture.record import make_B
 from rkgb.guards import CodeWatch, Sources, Watched
-from rkgb.guards.loads import ANY
+from rkgb.guards.holding import fields_of
+from rkgb.guards.loads import ANY, OWN
 
 SCALE = 2.0
 _count = 0
@@ -273,6 +274,10 @@ class _NoClass:
 class _NoModule:
     __module__ = 3  # type: ignore[assignment]
     two = 2.0
+
+
+def test_fields_of_objects_without_a_module_are_found() -> None:
+    assert [*fields_of(_NoModule(), {OWN + "__doc__"})] == []
 
 
 @pytest.mark.parametrize("kind", [_NoClass, _NoModule])

@@ -231,7 +231,7 @@ def slots_of(kind: type) -> list[str]:
 
 @functools.lru_cache(maxsize=20_000)
 def _fields_of(kind: type) -> frozenset[str]:
-    if kind in _FIXED or kind.__module__.partition(".")[0] in ("numpy", "torch"):
+    if kind in _FIXED or home_of(kind).partition(".")[0] in ("numpy", "torch"):
         return frozenset()
     every = {
         name: descriptor
