@@ -9,7 +9,11 @@ from __future__ import annotations
 from fuzz.layers import LAST, Form
 
 _LAYER = "self.layer_N = nn.Linear(8, 8)"
-_FILE = "file_N = tempfile.NamedTemporaryFile()\npath_N = file_N.name  # another one in each run"
+# One for each process and number, empty when a run begins.
+_FILE = (
+    "path_N = os.path.join(tempfile.gettempdir(), f'fuzz-{os.getpid()}-_N')\n"
+    "open(path_N, 'w').close()"
+)
 _COUNTING = (
     "class Function_N(torch.autograd.Function):\n"
     "    @staticmethod\n    def forward(ctx, x):\n        return x * 2\n\n"
@@ -80,7 +84,7 @@ EFFECTS = {
     "file appended to": Form(
         "with open(path_N, 'a') as out_N:\n    out_N.write('.')\nx = x * 1.5",
         top=_FILE,
-        changes=("journal.add('file', open(path_N).read())",),
+        changes=("with open(path_N) as file:\n    journal.add('file', file.read())",),
         weight=0.5,
     ),
     "file read": Form(
