@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rkgb.errors import NoStepError
 from rkgb.torch_api import Modes
+from rkgb.torch_api.private.flags import sdpa_priority_order, set_sdpa_priority_order
 from rockmate import Rockmate
 
 
@@ -114,3 +115,21 @@ def test_what_it_sets_for_a_part_of_itself_is_planned() -> None:
 
     planned = Rockmate(Net(sets), (torch.randn(6, 8),), 1.0, cost="flops", progress=False)
     assert not planned.plan.opaque
+
+
+def test_the_order_of_attentions_kernels_is_torchs() -> None:
+    """The first attention of a process on CUDA sets it, and it stays."""
+    order = sdpa_priority_order()
+    other = (*order[1:], order[0])
+    planned = Rockmate(
+        Net(lambda: set_sdpa_priority_order(other)),
+        (torch.randn(6, 8),),
+        1.0,
+        cost="flops",
+        progress=False,
+    )
+    try:
+        assert planned.plan.opaque == ()
+        assert sdpa_priority_order() == other
+    finally:
+        set_sdpa_priority_order(order)

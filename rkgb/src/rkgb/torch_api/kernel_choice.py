@@ -104,6 +104,14 @@ class KernelChoice:
             if read() != value:
                 write(value)
 
+    def with_order_of(self, other: KernelChoice) -> KernelChoice:
+        """Return this choice with another one's order of attention's kernels.
+
+        Torch sets the order itself, at the first attention of a process on CUDA.
+        """
+        pairs = zip(_FLAGS, self.values, other.values, strict=True)
+        return KernelChoice(tuple(o if name == "sdp.order" else own for name, own, o in pairs))
+
     def flags_unlike(self, other: KernelChoice) -> Flags:
         """Return the flags that differ from `other`, with the values here."""
         pairs = zip(_FLAGS, self.values, other.values, strict=True)

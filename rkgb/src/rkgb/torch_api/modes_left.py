@@ -53,7 +53,8 @@ class Modes:
         for name, value in self._others.items():
             if _OTHERS[name][0]() != value:
                 return name
-        flags = KernelChoice.now().flags_unlike(self._kernels)
+        now = KernelChoice.now()
+        flags = now.flags_unlike(self._kernels.with_order_of(now))
         return f"flag {flags[0][0]}" if flags else ""
 
     def restore(self) -> None:
@@ -61,4 +62,4 @@ class Modes:
         for name, value in self._others.items():
             if _OTHERS[name][0]() != value:
                 _OTHERS[name][1](value)
-        self._kernels.make_current()
+        self._kernels.with_order_of(KernelChoice.now()).make_current()
