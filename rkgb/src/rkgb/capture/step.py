@@ -39,7 +39,8 @@ from rkgb.errors import (
 from rkgb.graphs.basic import BackwardKind, BasicGraph, Metered
 from rkgb.guards.code_watch import CodeWatch, Seen
 from rkgb.guards.loads import ANY, loads_of
-from rkgb.guards.outside import Outside, Readable
+from rkgb.guards.outside import Outside
+from rkgb.guards.readable import Readable
 from rkgb.guards.sources import ReadInBackward, Sources
 from rkgb.module_state.kept_writes import KeptWrites, ParameterPlaces
 from rkgb.recording.facts import TensorFacts

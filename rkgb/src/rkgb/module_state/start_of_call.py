@@ -17,7 +17,8 @@ from rkgb.device.rng import KeptGenerators
 from rkgb.elements.tensor_info import same_values
 from rkgb.guards.code_watch import CodeWatch
 from rkgb.guards.contents import OF_MODULE, Contents, Reached, has_content, is_used_up
-from rkgb.guards.outside import Outside, OutsideState, Readable
+from rkgb.guards.outside import Outside, OutsideState
+from rkgb.guards.readable import Readable
 from rkgb.torch_api.compiled_code import uncompiled
 from rkgb.torch_api.private.autograd import set_version
 

@@ -18,7 +18,7 @@ from rkgb.elements.trees import flatten
 from rkgb.errors import BrokenPieceError, OtherTangentsError, RkgbError, SideEffectError
 from rkgb.graphs.basic import BasicGraph, ambient_autocast
 from rkgb.guards.code_watch import CodeWatch, Seen
-from rkgb.guards.outside import Readable
+from rkgb.guards.readable import Readable
 from rkgb.module_state.kept_writes import KeptTensors
 from rkgb.module_state.start_of_call import Lent, ModuleState
 from rkgb.opaque.call import Call
