@@ -7,6 +7,7 @@ left out. Rows are (batch, 8), sequences (batch, 5, 8), images (batch, 8, 4, 4).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 KINDS = {"rows": (8,), "sequence": (5, 8), "image": (8, 4, 4)}
 BASES = {"rows": "linear", "sequence": "linear", "image": "convolution"}  # what trains
@@ -27,6 +28,16 @@ class Form:
 
 def _module(made: str, *, kinds: tuple[str, ...] = LAST, weight: float = 1.0) -> Form:
     return Form("x = self.layer_N(x)", f"self.layer_N = {made}", kinds=kinds, weight=weight)
+
+
+def of_function(forward: str, backward: str, top: str = "", **more: Any) -> Form:
+    """Return a layer that calls a Function of its own; `top` stands below the Function."""
+    own = (
+        "class Function_N(torch.autograd.Function):\n"
+        f"    @staticmethod\n    def forward(ctx, x):\n        {forward}\n\n"
+        f"    @staticmethod\n    def backward(ctx, grad):\n        {backward}\n"
+    )
+    return Form("x = Function_N.apply(x)", top=own + top, **more)
 
 
 ROWS = {

@@ -6,18 +6,13 @@ files. What a loop may change of it is in each form.
 
 from __future__ import annotations
 
-from fuzz.layers import LAST, Form
+from fuzz.layers import LAST, Form, of_function
 
 _LAYER = "self.layer_N = nn.Linear(8, 8)"
 # One for each process and number, empty when a run begins.
 _FILE = (
     "path_N = os.path.join(tempfile.gettempdir(), f'fuzz-{os.getpid()}-_N')\n"
     "open(path_N, 'w').close()"
-)
-_COUNTING = (
-    "class Function_N(torch.autograd.Function):\n"
-    "    @staticmethod\n    def forward(ctx, x):\n        return x * 2\n\n"
-    "    @staticmethod\n    def backward(ctx, grad):\n        "
 )
 
 EFFECTS = {
@@ -155,22 +150,20 @@ EFFECTS = {
         kinds=LAST,
         weight=0.5,
     ),
-    "backward that counts": Form(
-        "x = Function_N.apply(x)",
-        top=f"{_COUNTING}COUNTS_N['calls'] += 1\n        return grad * COUNTS_N['calls']\n\n\n"
-        "COUNTS_N = {'calls': 0}",
+    "backward that counts": of_function(
+        "return x * 2",
+        "COUNTS_N['calls'] += 1\n        return grad * COUNTS_N['calls']",
+        "\n\nCOUNTS_N = {'calls': 0}",
         changes=("COUNTS_N['calls'] = 0",),
     ),
-    "backward that draws": Form(
-        "x = Function_N.apply(x)", top=f"{_COUNTING}return grad * random.random()\n", weight=0.5
+    "backward that draws": of_function("return x * 2", "return grad * random.random()", weight=0.5),
+    "backward that keeps": of_function(
+        "return x * 2", "NORMS_N[:] = [grad.norm()]\n        return grad * 2", "\n\nNORMS_N = []"
     ),
-    "backward that keeps": Form(
-        "x = Function_N.apply(x)",
-        top=f"{_COUNTING}NORMS_N[:] = [grad.norm()]\n        return grad * 2\n\n\nNORMS_N = []",
-    ),
-    "backward that reads": Form(
-        "x = Function_N.apply(x)",
-        top=f"{_COUNTING}return grad * SCALE_N['it']\n\n\nSCALE_N = {{'it': 0.5}}",
+    "backward that reads": of_function(
+        "return x * 2",
+        "return grad * SCALE_N['it']",
+        "\n\nSCALE_N = {'it': 0.5}",
         changes=("SCALE_N['it'] = VALUE",),
     ),
     "said once": Form(

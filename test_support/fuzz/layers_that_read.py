@@ -5,7 +5,7 @@ Everything here is legal PyTorch. Each form has what a loop may change of what i
 
 from __future__ import annotations
 
-from fuzz.layers import ANY, IMAGES, LAST, ROWS, Form
+from fuzz.layers import ANY, IMAGES, LAST, ROWS, Form, of_function
 from fuzz.layers_of_effects import EFFECTS
 from fuzz.layers_of_objects import OBJECTS
 
@@ -32,16 +32,7 @@ _FUNCTIONS = {
 }
 
 
-def _function(forward: str, backward: str) -> Form:
-    top = (
-        "class Function_N(torch.autograd.Function):\n"
-        f"    @staticmethod\n    def forward(ctx, x):\n        {forward}\n\n"
-        f"    @staticmethod\n    def backward(ctx, grad):\n        {backward}\n"
-    )
-    return Form("x = Function_N.apply(x)", top=top)
-
-
-FUNCTIONS = {name: _function(*parts) for name, parts in _FUNCTIONS.items()}
+FUNCTIONS = {name: of_function(*parts) for name, parts in _FUNCTIONS.items()}
 
 PYTHON = {
     "global number": Form(
