@@ -1,5 +1,6 @@
 """Which functions of the user run, and what they read from outside of their calls."""
 
+import contextvars
 import functools
 import gc
 import logging
@@ -276,8 +277,18 @@ class _NoModule:
     two = 2.0
 
 
+def test_another_tensor_in_a_context_is_seen() -> None:
+    held: contextvars.ContextVar[torch.Tensor] = contextvars.ContextVar("held")
+    context, watched = contextvars.copy_context(), Watched()
+    context.run(held.set, torch.ones(2))
+    watched.worth(context)
+    assert watched.holds()
+    context.run(held.set, torch.ones(2))
+    assert not watched.holds()
+
+
 def test_fields_of_objects_without_a_module_are_found() -> None:
-    assert [*fields_of(_NoModule(), {OWN + "__doc__"})] == []
+    assert not fields_of(_NoModule(), frozenset((OWN + "__doc__",)))
 
 
 @pytest.mark.parametrize("kind", [_NoClass, _NoModule])

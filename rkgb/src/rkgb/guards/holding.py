@@ -13,7 +13,7 @@ import sys
 import weakref
 from abc import ABCMeta, get_cache_token
 from collections import OrderedDict, deque
-from collections.abc import Collection, Hashable, ItemsView, Iterator, Mapping
+from collections.abc import Hashable, ItemsView, Mapping
 from inspect import getattr_static
 from operator import is_
 from types import (
@@ -243,27 +243,23 @@ def _fields_of(kind: type) -> frozenset[str]:
     return frozenset(own) - _NO_FIELDS
 
 
-def fields_of(value: Any, asked: Collection[str]) -> Iterator[str]:
-    """Yield the names of what an object has beside its dict, as what is written in C has.
+def fields_of(value: Any, asked: frozenset[str]) -> frozenset[str]:
+    """Return the names of what an object has beside its dict, as what is written in C has.
 
     Libraries ask much more (`inspect`, `functools`) than counts: names have a sign, `OWN`, before
     them in what is `asked` if the user's own code does.
 
     Examples:
-        >>> [*fields_of(lambda: 0, {OWN + "__doc__"})], [*fields_of(int, {OWN + "__name__"})]
-        (['__doc__'], [])
+        >>> fields_of(lambda: 0, frozenset((OWN + "__doc__",)))
+        frozenset({'__doc__'})
+        >>> fields_of(int, frozenset((OWN + "__name__",)))
+        frozenset()
     """
-    yield from sorted({*slots_of(type(value))} & {*asked})
-    for name in sorted(_fields_of_one(value)):
-        if OWN + name in asked:
-            yield name
-
-
-def _fields_of_one(value: Any) -> frozenset[str]:
-    if isinstance(value, type) and not value.__flags__ & _IS_MADE_BY_PYTHON:
-        return frozenset()
     kind: Any = type(value)
-    return _fields_of(kind)
+    slots = asked.intersection(slots_of(kind))
+    if isinstance(value, type) and not value.__flags__ & _IS_MADE_BY_PYTHON:
+        return slots
+    return slots.union(name for name in _fields_of(kind) if OWN + name in asked)
 
 
 def items_of(container: Any) -> list[Any]:

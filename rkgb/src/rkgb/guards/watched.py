@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context, ContextVar
 from functools import partial
+from itertools import chain
 from logging import Filterer, Manager
 from operator import attrgetter, is_, methodcaller
 from threading import local
@@ -276,7 +277,8 @@ class Watched:
             return Same(value), self.worth(held, depth + 1)
         if kind is Context:
             held = [*value.items()]
-            self.checks.append(lambda: [*value.items()] == held)
+            known = [*chain.from_iterable(held)]
+            self.checks.append(lambda: identical([*chain.from_iterable(value.items())], known))
             return Same(value), *((Same(n), self.worth(v, depth + 1)) for n, v in held)
         content = bytes_of(value, MOST_BYTES if self.is_read else LONG)
         if content is None and holds_objects(value):
@@ -387,7 +389,7 @@ class Watched:
                 names |= DECIDES & table.keys()
             found += self._entries_of(table, names, depth)
             self.entries(table).note_absent(asked)
-        for name in {*fields_of(value, self.asked)} - (table or {}).keys():
+        for name in sorted(fields_of(value, self.asked) - (table or {}).keys()):
             held = field(value, name)
             if held is ABSENT:
                 self.checks.append(lambda n=name: field(value, n) is ABSENT)  # type: ignore[misc]
