@@ -7,8 +7,10 @@ import itertools
 import os
 import queue
 import random
+import threading
 import time
 from collections import UserDict
+from contextvars import ContextVar
 
 import numpy as np
 import pytest
@@ -48,13 +50,14 @@ class World:
         Counting.calls = _own_count.calls = SLOTS.calls = 0
         USER_DICT["calls"] = ARRAY[0] = NUMBERS[0] = 0
         Scaled.calls = Scaled.held["calls"] = Telling.times = 0
-        HELPER.ticks = 0
+        HELPER.ticks = LOCAL.calls = 0
+        CONTEXT.set(0)
         _remembered.cache_clear()
         _reset()
 
     def state(self):
         calls = Counting.calls, _own_count.calls, SLOTS.calls, USER_DICT["calls"]
-        numbers = ARRAY[0], NUMBERS[0], HELPER.ticks
+        numbers = ARRAY[0], NUMBERS[0], HELPER.ticks, LOCAL.calls, CONTEXT.get()
         calls += Scaled.calls, Scaled.held["calls"], Telling.times
         return COUNT, len(LOG), {**CACHE}, calls, numbers, RANDOM.getstate()
 
@@ -128,6 +131,7 @@ class Scaled(nn.Module):
 
 
 HELPER, SLOTS, USER_DICT = Helper(), Slots(), UserDict()
+LOCAL, CONTEXT = threading.local(), ContextVar("calls", default=0)
 ARRAY, NUMBERS = np.zeros(3), array.array("d", [0.0])
 _counted, _reset = _nonlocal()
 WORLD = World()
@@ -161,6 +165,16 @@ def _seeded(_):
 def _slot(_):
     SLOTS.calls += 1
     return float(SLOTS.calls)
+
+
+def _local(_):
+    LOCAL.calls += 1
+    return float(LOCAL.calls)
+
+
+def _context(_):
+    CONTEXT.set(CONTEXT.get() + 1)
+    return float(CONTEXT.get())
 
 
 def _user_dict(_):
@@ -200,6 +214,8 @@ READS = {
     "attribute of a function": _own_count,
     "slot": _slot,
     "UserDict": _user_dict,
+    "threading.local": _local,
+    "ContextVar": _context,
     "numpy's array": lambda _: _add_to(ARRAY),
     "array": lambda _: _add_to(NUMBERS),
     "array of the module": lambda module: _add_to(module.array),

@@ -5,6 +5,7 @@ What changes by being used (an iterator, a generator of random numbers) lends a 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -14,6 +15,7 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Collection, Container, Iterable, Iterator
+from contextvars import Context, ContextVar
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -40,7 +42,8 @@ from rkgb.torch_api.quiet import without_warnings
 
 CONTAINERS = (list, dict, set, deque)
 OF_MODULE = frozenset(vars(nn.Module()))  # attributes that every module has
-_BAGS = frozenset(("collections",))  # of Python's own, which hold what users put there
+# Of Python's own, which hold what users put there.
+_BAGS = frozenset(("collections", "_thread", "_contextvars"))
 _DEPTH = 4  # of containers and objects in each other
 _LONG = 512  # longer containers are not looked into
 _CLOSED = (str, bytes, int, float, complex, Tensor, nn.Module, torch.dtype)
@@ -199,8 +202,9 @@ class Reached:
         else:
             # Loggers, for one, are nobody's.
             is_bag = isinstance(value, types.SimpleNamespace) or type(value).__module__ in _BAGS
-            held = _attributes_of(value) if is_bag or is_users(home_of(value)) else {}
-            if held or (is_users(home_of(value)) and hasattr(value, "__dict__")):
+            is_followed = is_bag or is_users(home_of(value))
+            held = _attributes_of(value) if is_followed else {}
+            if held or (is_followed and hasattr(value, "__dict__")):
                 self.owners[id(value)] = value
                 self._add_all(held.values(), depth)
 
@@ -352,6 +356,9 @@ def _set(owner: Any, name: str | None, value: Any) -> None:
             owner.pop(name, None)
         else:
             owner[name] = value
+    elif isinstance(owner, ContextVar):
+        with contextlib.suppress(LookupError):  # only its token could take a value away again
+            owner.set(Context().run(owner.get) if value is ABSENT else value)
     elif name in slots_of(type(owner)):  # past a `__setattr__` of the user's, as for a frozen class
         if value is ABSENT:
             object.__delattr__(owner, name)
@@ -377,6 +384,8 @@ def _content(owner: Any, name: str | None) -> Any:
 
 def _attributes_of(owner: Any) -> dict[str, Any]:
     """Return the attributes that an object has for itself, those in slots included."""
+    if isinstance(owner, ContextVar):
+        return {"value": owner.get(ABSENT)}
     held = getattr(owner, "__dict__", None)
     found = dict(held) if isinstance(held, dict) else {}
     for name in () if isinstance(owner, FunctionType) else slots_of(type(owner)):
