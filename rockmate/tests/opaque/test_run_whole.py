@@ -83,6 +83,40 @@ def test_of_equal_layers_those_with_hooks_run_whole(hooked: tuple[str, ...]) -> 
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
 
 
+class Listed(nn.Module):
+    """Calls the layers of a list, and of a part that it never calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(16, 64) for _ in range(3))
+        self.down = nn.Sequential(*(nn.Linear(64, 16) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(torch.nn.functional.gelu(up(x)))
+        return x
+
+
+@pytest.mark.parametrize("budget", ["1MiB", 0.9])
+def test_hooks_of_all_modules_see_gradients(budget: float | str) -> None:
+    """Those of lists, too, which are never called and so never see any."""
+    torch.manual_seed(0)
+    nets = (model := Listed()), (plain := copy.deepcopy(model))
+    seen: dict[nn.Module, list[Tensor]] = {model: [], plain: []}
+    for net in nets:
+        for module in list(net.modules())[1:]:
+            module.register_full_backward_hook(
+                lambda _, given, got, net=net: seen[net].extend((*given, *got))
+            )
+    x = torch.randn(64, 16, requires_grad=True)
+    planned = Rockmate(model, x, budget, cost="flops")
+    assert planned.plan.opaque == tuple(f"{p}.{n}" for n in range(3) for p in ("up", "down"))
+    for net in (planned, plain):
+        net(x).square().sum().backward()
+    assert len(seen[model]) == len(seen[plain]) > 0
+    assert all(map(torch.equal, seen[model], seen[plain]))
+
+
 def test_gradients_that_a_hook_keeps_are_not_written_to() -> None:
     """Neither by what computes on with them, nor by gradients that are added to them."""
     torch.manual_seed(0)

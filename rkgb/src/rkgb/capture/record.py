@@ -40,7 +40,6 @@ from rkgb.recording.places import Places
 from rkgb.safeguards.assignments import AssignsError, ReadsBeforeError
 from rkgb.safeguards.refusals import (
     has_backward_hooks,
-    refuse_backward_hooks,
     refuse_hidden_leaves,
     refuse_lazy_modules,
     refuse_used_up,
@@ -205,7 +204,6 @@ class _Recording:
         while True:
             step = RecordedStep(model, sample, asked, way)
             self.places = step.places
-            refuse_backward_hooks(model, way.opaque)
             refuse_hooks_inside(model, way.opaque)
             try:
                 basic = self._run(step, said)

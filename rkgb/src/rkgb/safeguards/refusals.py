@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import traceback
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from rkgb.elements.module_paths import is_inside
 from rkgb.elements.sample import Sample
 from rkgb.errors import (
     DataDependentError,
@@ -85,32 +84,29 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return any(getattr(module, kind, None) for kind in _HOOKS)
 
 
-def refuse_backward_hooks(model: nn.Module, but: Collection[str] = ()) -> None:
-    """Refuse modules with backward hooks, which a recording would not call.
+def refuse_backward_hooks(model: nn.Module, path: str) -> None:
+    """Refuse a call of a submodule with backward hooks, which a recording would not call.
 
-    Hooks in the submodules `but` are allowed.
+    Those of a submodule that is never called run never.
 
     Raises:
-        UnsupportedOpError: a module, the model included, has one.
+        UnsupportedOpError: it has one.
     """
-    for path, module in model.named_modules():
-        if any(is_inside(path, p) for p in but):
-            continue
-        for kind in _HOOKS:
-            hooks = getattr(module, kind, None)
-            if hooks:
-                hook = next(iter(hooks.values()))
-                code = getattr(hook, "__code__", None)
-                source = f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
-                raise UnsupportedOpError.to_capture(
-                    type(model).__name__,
-                    "remove the module's backward hook, or put it on the gradient of a parameter",
-                    "the hook would not be called",
-                    f"{source or 'unknown source'} in {in_module(path)}",
-                    op=kind.strip("_"),
-                    module_path=path,
-                    source=source,
-                )
+    for kind in _HOOKS:
+        hooks = getattr(model.get_submodule(path), kind, None)
+        if hooks:
+            hook = next(iter(hooks.values()))
+            code = getattr(hook, "__code__", None)
+            source = f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
+            raise UnsupportedOpError.to_capture(
+                type(model).__name__,
+                "remove the module's backward hook, or put it on the gradient of a parameter",
+                "the hook would not be called",
+                f"{source or 'unknown source'} in {in_module(path)}",
+                op=kind.strip("_"),
+                module_path=path,
+                source=source,
+            )
 
 
 def refuse_hidden_leaves(model: nn.Module) -> None:
