@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -48,6 +49,23 @@ def test_equal_layers_share_a_class() -> None:
     assert len(merged) == 13
     assert len({block.class_id for block in merged}) == 3
     assert [b.first for b in merged[1:]] == [b.end for b in merged[:-1]]
+
+
+def test_gradients_that_wait_for_other_layers_do_not_make_layers_unlike() -> None:
+    """As those of each layer's cache: a layer's backward finds those of all layers before it."""
+    plain = gpt_problem(12)
+    without = make_blocks(plain, find_cuts(plain))
+    nodes = list(plain.nodes)
+    for number, block in enumerate(without):
+        for k in range(block.first, block.end):
+            more = nodes[k].grads_before_bytes + 1000 * number
+            nodes[k] = dataclasses.replace(nodes[k], grads_before_bytes=more)
+    problem = dataclasses.replace(plain, nodes=tuple(nodes))
+    blocks = make_blocks(problem, find_cuts(problem))
+    assert [b.class_id for b in blocks] == [b.class_id for b in without]
+    assert [b.waiting_bytes for b in blocks] == [
+        b.waiting_bytes + 1000 * number for number, b in enumerate(without)
+    ]
 
 
 def test_a_mask_read_by_every_layer_is_pinned() -> None:

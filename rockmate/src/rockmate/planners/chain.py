@@ -73,7 +73,7 @@ class ChainModel:
                     name=f"block {index}",
                     options=options,
                     output_bytes=block.boundary_bytes,
-                    output_grad_bytes=grad,
+                    output_grad_bytes=grad + block.waiting_bytes,
                     forward_time_ms=fwd_time_ms,
                     forward_peak_bytes=forward_peaks[block.class_id],
                 )

@@ -81,13 +81,16 @@ class Block:
     `local` has an additional last node, the end of the forward. It costs nothing and reads the
     block's result, so the storages alive at this node are those that the block saves from forward
     to backward. Inputs of the block are resident in `local`. Outputs and pinned storages have no
-    bytes there, because they are subtracted from the whole budget.
+    bytes there, because they are subtracted from the whole budget. Nor do gradients that wait
+    throughout the block's backward, such as those of each layer's cache in a language model: by
+    them alone, equal layers would differ.
     """
 
     first: int
     end: int
     local: Problem
     boundary_bytes: int  # of the block's result
+    waiting_bytes: int  # of gradients that wait throughout the block's backward
     class_id: int
 
     @property
@@ -105,9 +108,9 @@ def make_blocks(
     ids: dict[tuple[object, ...], int] = {}
     blocks = []
     for first, end in zip(starts, ends, strict=True):
-        local, boundary = _local_problem(problem, first, end, pinned)
+        local, boundary, waiting = _local_problem(problem, first, end, pinned)
         class_id = ids.setdefault(_signature(local), len(ids))
-        blocks.append(Block(first, end, local, boundary, class_id))
+        blocks.append(Block(first, end, local, boundary, waiting, class_id))
     members: dict[int, list[Block]] = {}
     for block in blocks:
         members.setdefault(block.class_id, []).append(block)
@@ -156,8 +159,17 @@ def merge_repeated(blocks: Sequence[Block], max_nodes: int) -> list[int]:
 
 def _local_problem(
     problem: Problem, first: int, end: int, pinned: frozenset[int]
-) -> tuple[Problem, int]:
-    nodes = [dataclasses.replace(node, rerun_state_bytes=0) for node in problem.nodes[first:end]]
+) -> tuple[Problem, int, int]:
+    own = problem.nodes[first:end]
+    waiting = min((node.grads_before_bytes for node in own if node.has_backward), default=0)
+    nodes = [
+        dataclasses.replace(
+            node,
+            rerun_state_bytes=0,
+            grads_before_bytes=node.grads_before_bytes - waiting if node.has_backward else 0,
+        )
+        for node in own
+    ]
     closing = end - first
     nodes.append(Node("end of forward", 0.0, has_backward=False))
     storages = []
@@ -182,7 +194,7 @@ def _local_problem(
                     is_output=free,
                 )
             )
-    return Problem(tuple(nodes), tuple(storages)), boundary
+    return Problem(tuple(nodes), tuple(storages)), boundary, waiting
 
 
 def _signature(local: Problem) -> tuple[object, ...]:
