@@ -83,6 +83,41 @@ def test_of_equal_layers_those_with_hooks_run_whole(hooked: tuple[str, ...]) -> 
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("budget", ["1MiB", 0.8])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_what_calls_a_function_made_by_torch_jit_runs_whole(budget: float | str) -> None:
+    """Its second call computes gradients otherwise than its first, in plain PyTorch, too."""
+
+    class Gated(nn.Module):
+        def __init__(self, function: torch.jit.ScriptFunction) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 32)
+            self.call = lambda x, y: function(x, y)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.call(*self.linear(x).chunk(2, -1))
+
+    def train(budget: float | str | None) -> list[Tensor]:
+        def gated(x: Tensor, y: Tensor) -> Tensor:  # one that has never been called
+            return torch.tanh(x) * torch.sigmoid(1.702 * y) * y
+
+        torch.manual_seed(0)
+        ends = [[nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)] for _ in range(2)]
+        net = nn.Sequential(*ends[0], Gated(torch.jit.script(gated)), *ends[1])
+        call = net if budget is None else Rockmate(net, torch.ones(64, 16), budget, cost="flops")
+        if budget is not None:
+            assert call.plan.opaque == ("3",)
+        found = []
+        for _ in range(4):
+            net.zero_grad()
+            y = call(torch.randn(64, 16))
+            y.square().sum().backward()
+            found += [y.detach(), *(p.grad for p in net.parameters())]
+        return found
+
+    assert all(map(torch.equal, train(budget), train(None)))
+
+
 class Listed(nn.Module):
     """Calls the layers of a list, and of a part that it never calls itself."""
 

@@ -111,6 +111,27 @@ def test_hooks_that_look_see_the_tensors_of_every_step_once() -> None:
         assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
 
 
+def test_a_hook_that_removes_itself_is_called_by_the_first_step() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    twin, x = copy.deepcopy(model), torch.randn(8, 16)
+    found: dict[nn.Module, list[int]] = {model: [], twin: []}
+    handles: dict[nn.Module, Any] = {}
+    for net in found:
+
+        def once(_module: nn.Module, _args: Any, out: Tensor, net: nn.Module = net) -> None:
+            found[net].append(len(out))
+            handles[net].remove()
+
+        handles[net] = net[1].register_forward_hook(once)  # type: ignore[index, operator, union-attr]
+    wrapped = Rockmate(model, x, "1MiB", cost="flops")
+    assert model[1]._forward_hooks, "planning leaves no trace"
+    found[model].clear()
+    assert all(map(torch.equal, bits(wrapped, [x, x]), bits(twin, [x, x])))
+    assert found[model] == found[twin] == [8]
+    assert not model[1]._forward_hooks
+
+
 def test_what_a_hook_looks_at_is_expected_to_get_no_gradient() -> None:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)]

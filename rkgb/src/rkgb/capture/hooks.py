@@ -58,6 +58,21 @@ class HookWatch:
         return watched
 
 
+class HookTables:
+    """The hooks of a model. One that runs while a step is recorded may remove itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        tables = [vars(m)[n] for m in model.modules() for n in vars(m) if "_hooks" in n]
+        self._known = [(table, {**table}) for table in tables if isinstance(table, dict)]
+
+    def restore(self) -> None:
+        """Register again what was: steps call it themselves."""
+        for table, known in self._known:
+            if [*table] != [*known]:
+                table.clear()
+                table.update(known)
+
+
 def may_run_again(hook: Any) -> bool:
     """Return whether a hook is one of a library that may run again."""
     origins = (type(hook).__module__, getattr(hook, "__module__", ""))

@@ -19,7 +19,7 @@ from torch.autograd import set_detect_anomaly
 
 from rkgb.capture.backward import AskedKind, RecordedBackward, flows_of
 from rkgb.capture.externals import Externals
-from rkgb.capture.hooks import HookWatch
+from rkgb.capture.hooks import HookTables, HookWatch
 from rkgb.capture.twin import geometry_of, twin_of
 from rkgb.capture.ways import Asked, Way
 from rkgb.device.base import Span
@@ -173,6 +173,7 @@ class RecordedStep:
             # Not a second mode, whose memory would be metered.
             self.recorder.kept_writes = KeptWrites(placed_parameters(self.twin))
             stack.callback(self.recorder.kept_writes.restore)
+            stack.callback(HookTables(self.model).restore)
             stack.callback(before.restore)  # Python's random state, if the step is refused
             if self.pieces is not None:
                 stack.callback(self.pieces.close)

@@ -38,6 +38,7 @@ from rkgb.guards.holding import (
 )
 from rkgb.guards.owners import is_users
 from rkgb.torch_api.patches import meant
+from rkgb.torch_api.private.scripted import ScriptFunction, anew
 from rkgb.torch_api.quiet import without_warnings
 
 CONTAINERS = (list, dict, set, deque)
@@ -71,7 +72,7 @@ def is_used_up(value: Any) -> bool:
     if (subject := subject_of(value)) is not None:
         return is_used_up(subject)
     # By its type: the `__class__` of a library of C raises an error.
-    if issubclass(kind, (random.Random, *_STREAMS)) or home in _USED_UP:
+    if issubclass(kind, (random.Random, ScriptFunction, *_STREAMS)) or home in _USED_UP:
         return True
     if isinstance(value, torch.Generator):
         return value is not torch.default_generator
@@ -432,6 +433,8 @@ def copied(value: Any) -> Any:
     """Return a copy of what changes by being used, or what stands in for it."""
     if (subject := subject_of(value)) is not None:
         return getattr(copied(subject), value.__name__)
+    if isinstance(value, ScriptFunction):  # its first calls compile it, to other bits
+        return anew(value)
     try:
         with without_warnings():  # Python 3.12 warns that 3.14 copies no iterators of itertools
             return copy.deepcopy(value)

@@ -24,6 +24,7 @@ TO_RUN_STEPS = (  # all of them are there once torch is imported
     *(_C + name for name in ("DispatchKey", "DispatchKeySet", "_ExcludeDispatchKeyGuard")),
     *(_C + name for name in ("_TorchDispatchModeKey.__members__", "_current_autograd_node")),
     *(_C + name for name in ("_current_graph_task_id", "_will_engine_execute_node")),
+    _C + "_create_function_from_graph",
     *(_C + "_autograd." + name for name in ("_get_current_graph_task_keep_graph",)),
     *(_C + "_autograd." + name for name in ("_top_saved_tensors_default_hooks",)),
     *(_C + "_autograd." + name for name in ("_unsafe_set_version_counter",)),
