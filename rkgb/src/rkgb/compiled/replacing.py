@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rkgb.compiled.code.classes import CompiledClass, Returned
 from rkgb.compiled.pieces.joint import Joint
-from rkgb.elements.op import Op, Ref
+from rkgb.elements.op import Op, Ref, call_like
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
 
@@ -87,17 +87,8 @@ class _Facts:
         self.made[first] = results
         places = {"primal": joint.primals, "tangent": joint.tangents, "result": results}
         self._describe(results, code.results, places)
-        run = Op(
-            name=first,
-            target=code.forward,
-            args=tuple(Ref(joint.primals[place]) for place in code.takes),
-            kwargs={},
-            results=results,
-            returns_many=True,
-            module_path=main.module_path,
-            source=main.source,
-            sequence_nr=main.sequence_nr,
-        )
+        takes = (joint.primals[place] for place in code.takes)
+        run = call_like(main, code.forward, takes, results)
         moves = []
         for place, statistics in enumerate(joint.statistics):
             buffers = (statistics.mean, statistics.variance)
@@ -124,15 +115,8 @@ class _Facts:
             **{"result": results, "gradient": joint.gradients},
         }
         self._describe(joint.gradients, code.gradients, places)
-        run = Op(
-            name=joint.gradients[0],
-            target=code.backward,
-            args=tuple(Ref(places[kind][at]) for kind, at in code.takes_back),
-            kwargs={},
-            results=joint.gradients,
-            returns_many=True,
-            sequence_nr=joint.backward[0].sequence_nr,
-        )
+        takes = (places[kind][at] for kind, at in code.takes_back)
+        run = call_like(joint.backward[0], code.backward, takes, joint.gradients)
         return replace(node, backward=(run,))
 
     def _describe(

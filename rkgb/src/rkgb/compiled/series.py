@@ -17,7 +17,7 @@ from rkgb.compiled.code.known import KnownClasses
 from rkgb.compiled.pieces.grouping import is_light, is_product
 from rkgb.compiled.pieces.joint import Joint
 from rkgb.device.rng import drawing_nothing
-from rkgb.elements.op import VIEW_NAMES, Op, Ref, run_op
+from rkgb.elements.op import VIEW_NAMES, Op, call_like, run_op
 from rkgb.elements.tensor_info import TensorInfo, storage_bytes, storage_id
 
 _log = logging.getLogger("rkgb")
@@ -115,19 +115,8 @@ def _compiled(
     if isinstance(code, str):
         _log.debug("a series from %s on stays eager: %s", rest[0], code)
         return [*run]
-    last = rest[-1]
-    call = Op(
-        name=joint.results[0],
-        target=code.forward,
-        args=tuple(Ref(joint.primals[place]) for place in code.takes),
-        kwargs={},
-        results=joint.results,
-        returns_many=True,
-        module_path=last.module_path,
-        source=last.source,
-        sequence_nr=last.sequence_nr,
-    )
-    return [*views, call]
+    takes = (joint.primals[place] for place in code.takes)
+    return [*views, call_like(rest[-1], code.forward, takes, joint.results)]
 
 
 def _joint(ops: Sequence[Op], values: Mapping[str, Tensor], results: Sequence[str]) -> Joint:

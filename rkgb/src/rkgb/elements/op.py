@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -73,6 +73,12 @@ class Op:
         """'addmm' for aten.addmm.default."""
         return str(getattr(self.target, "__name__", self.target)).split(".")[0]
 
+    @property
+    def kernel(self) -> Callable[..., Any]:
+        """The target without torch's wrapper around an overload, which takes time at each call."""
+        found: Callable[..., Any] = getattr(self.target, "_op", self.target)
+        return found
+
     def __str__(self) -> str:
         parts = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
         made = ", ".join(name or "_" for name in self.results) or self.name
@@ -104,6 +110,23 @@ def map_refs(tree: Any, function: Callable[[str], Any]) -> Any:
     if kind is dict:
         return {key: map_refs(value, function) for key, value in tree.items()}
     return tree
+
+
+def call_like(
+    op: Op, target: Callable[..., Any], takes: Iterable[str], results: tuple[str, ...]
+) -> Op:
+    """Return the call of another target with these values, in the place of an operation."""
+    return Op(
+        name=results[0],
+        target=target,
+        args=tuple(map(Ref, takes)),
+        kwargs={},
+        results=results,
+        returns_many=True,
+        module_path=op.module_path,
+        source=op.source,
+        sequence_nr=op.sequence_nr,
+    )
 
 
 def renamed(op: Op, current: Callable[[str], str]) -> Op:

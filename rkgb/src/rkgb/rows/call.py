@@ -181,7 +181,7 @@ def _lines(
     return tuple(
         Line(
             op,
-            run=getattr(op.target, "_op", op.target),
+            run=op.kernel,
             slices=tuple(n for n in used[at] if n in slices and first.get(n) == at),
             frees=tuple(n for n in used[at] if last[n] == at and n not in stay),
             into=into.get(op.results[0], "") if op.results else "",

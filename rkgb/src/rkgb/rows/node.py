@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from rkgb.elements.op import Op, Ref, map_refs
+from rkgb.elements.op import Op, Ref, call_like, map_refs
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.errors import NotByPiecesError
 from rkgb.graphs.simplified import SimplifiedGraph, SimplifiedNode
@@ -102,7 +102,7 @@ class NodeInPieces:
         pieces = replace(self.forward.pieces(roots), recorded=self._counted(self.forward, roots))
         main = self.node.main
         ops = (self._call(pieces, "forward", main), *views)
-        calls = [self._call(pieces, "backward", self.node.backward[0]) for pieces in backward]
+        calls = [self._call(pieces, "backward", self._first_of_backward()) for pieces in backward]
         return replace(self.node, name=self._name(), ops=ops, backward=(*calls, *views_back))
 
     def _with_gradients(self) -> SimplifiedNode:
@@ -157,18 +157,7 @@ class NodeInPieces:
             raise NotByPiecesError("what it reads is written to")
         self.added = {unit: own_infos[unit] for unit in units.values()}
         self.makes_gradients = True
-        first = node.backward[0]
-        scaled = Op(
-            name=roots[0],
-            target=Scaled(),
-            args=(Ref(tangent), *map(Ref, units.values())),
-            kwargs={},
-            results=roots,
-            returns_many=True,
-            module_path=first.module_path or node.module_path,
-            source=first.source,
-            sequence_nr=first.sequence_nr,
-        )
+        scaled = call_like(self._first_of_backward(), Scaled(), (tangent, *units.values()), roots)
         call = self._call(pieces, "forward with gradients", node.main)
         ops = (call, *own_views)
         return replace(node, name=self._name(), ops=ops, backward=(scaled, *views))
@@ -292,15 +281,11 @@ class NodeInPieces:
                 needed.update(op.inputs)
         return tuple(reversed(kept))
 
+    def _first_of_backward(self) -> Op:
+        """Return the first operation of the backward, in the node's submodule."""
+        first = self.node.backward[0]
+        return replace(first, module_path=first.module_path or self.node.module_path)
+
     def _call(self, pieces: Pieces, side: str, like: Op) -> Op:
-        return Op(
-            name=pieces.results[0] if pieces.results else f"{like.name}_in_pieces",
-            target=InPieces(pieces, self.node.main.target_name, side),
-            args=tuple(map(Ref, pieces.takes)),
-            kwargs={},
-            results=pieces.results,
-            returns_many=True,
-            module_path=like.module_path or self.node.module_path,
-            source=like.source,
-            sequence_nr=like.sequence_nr,
-        )
+        target = InPieces(pieces, self.node.main.target_name, side)
+        return call_like(like, target, pieces.takes, pieces.results)

@@ -50,10 +50,10 @@ class BitsOfPieces:
             """Yield for each result of each piece whether its bits are those of the whole."""
             values = StandIns(infos, self.basic.device, self.external, drawn=Drawn())
             whole = {name: values[name] for name in recorded.inputs}
-            run_op(recorded, whole, getattr(recorded.target, "_op", None))
+            run_op(recorded, whole, recorded.kernel)
             for index, run in enumerate(each):
                 ours = {n: _piece(values[s.source], s.cuts, index, runs) for n, s in read.items()}
-                run_op(run, ours, getattr(run.target, "_op", None))
+                run_op(run, ours, run.kernel)
                 for own, theirs, cut in zip(run.results, recorded.results, made, strict=True):
                     if own and theirs:
                         part = piece_of(whole[theirs], cut or (), index, runs)
@@ -75,7 +75,7 @@ class BitsOfPieces:
                 given -= {name for op in ops for name in op.results}
                 made.append({name: values[name] for name in given})
                 for op in ops:
-                    run_op(op, made[-1], getattr(op.target, "_op", None))
+                    run_op(op, made[-1], op.kernel)
             whole, parts = made
             for name in {n for op in others for n in op.results} & whole.keys():
                 yield same_values(whole[name], parts[name])

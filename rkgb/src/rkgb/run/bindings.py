@@ -28,9 +28,8 @@ def choose_callee(op: Op, arguments: Callable[[], Arguments]) -> Callable[..., A
 
     Each trial gets new arguments, because the operation may write to them.
     """
-    overload = getattr(op.target, "_op", op.target)
     if op.flags or getattr(op.target, "namespace", "") != "aten":
-        return calling_with(op.flags, overload)
+        return calling_with(op.flags, op.kernel)
     args, kwargs = arguments()
     for place in binding_places():
         binding = getattr(place, op.target_name, None)
@@ -45,7 +44,7 @@ def choose_callee(op: Op, arguments: Callable[[], Arguments]) -> Callable[..., A
         if seen.is_exactly(op.target, args, kwargs):
             return binding  # type: ignore[no-any-return]
         args, kwargs = arguments()
-    return overload
+    return op.kernel
 
 
 class _Seen(DispatchMode):

@@ -356,4 +356,4 @@ def _begun_span(name: str) -> record_function:
 
 def plain_callee(op: Op) -> Callable[..., Any]:
     """Return the function that runs an operation: the overload, whatever its arguments."""
-    return calling_with(op.flags, getattr(op.target, "_op", op.target))
+    return calling_with(op.flags, op.kernel)
