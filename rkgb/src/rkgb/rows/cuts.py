@@ -20,6 +20,14 @@ Cuts = tuple[int, ...]
 Shape = tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Slice:
+    """Pieces of a whole value, which have a name of their own in a loop over pieces."""
+
+    source: str
+    cuts: Cuts
+
+
 @dataclass(frozen=True, slots=True)
 class Runs:
     """So many parts of so many rows, of which the last is shorter, over and over.

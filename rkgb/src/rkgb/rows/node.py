@@ -16,7 +16,8 @@ from rkgb.rows.channels import Channels
 from rkgb.rows.cuts import Cuts, Runs, reshaped
 from rkgb.rows.losses import Scaled, counted, direct, one_like
 from rkgb.rows.memory import parts_that_leave
-from rkgb.rows.pieces import Cutting, Pieces, SameBits
+from rkgb.rows.pieces import Cutting, Pieces
+from rkgb.rows.same_bits import BitsOfPieces
 
 Rows = tuple[str, Cuts, Runs]  # an input, and how it is cut
 
@@ -29,7 +30,7 @@ class NodeInPieces:
         sg: SimplifiedGraph,
         index: int,
         rows: Rows,
-        same_bits: SameBits | None,
+        same_bits: BitsOfPieces | None,
         *,
         is_compiled: bool = False,
     ) -> None:
@@ -62,7 +63,10 @@ class NodeInPieces:
         return seeds
 
     def _cutting(
-        self, infos: Mapping[str, TensorInfo], seeds: Mapping[str, Cuts], same_bits: SameBits | None
+        self,
+        infos: Mapping[str, TensorInfo],
+        seeds: Mapping[str, Cuts],
+        same_bits: BitsOfPieces | None,
     ) -> Cutting:
         return Cutting(
             *({**infos, **self.inner}, self.count, seeds, self.runs, same_bits),
@@ -75,7 +79,7 @@ class NodeInPieces:
         ops: Sequence[Op],
         infos: Mapping[str, TensorInfo],
         left: Collection[str],
-        same_bits: SameBits | None,
+        same_bits: BitsOfPieces | None,
     ) -> list[Op]:
         """Return operations with convolutions in parts."""
         channels = Channels(ops, infos, left, same_bits.of_series if same_bits else None)

@@ -18,48 +18,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from rkgb.elements.op import Op, Ref, map_refs
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.errors import NotByPiecesError
-from rkgb.rows.cuts import EVEN, Cuts, Runs
+from rkgb.rows.cuts import EVEN, Cuts, Runs, Slice
 from rkgb.rows.find import find
 from rkgb.rows.losses import of_rows
 from rkgb.rows.memory import lent, lying
 from rkgb.rows.rules import Asked, Found, Value
+from rkgb.rows.same_bits import BitsOfPieces
 
 _aten = torch.ops.aten
 _SUMMED = (torch.float32, torch.float64)
 SHORT = (torch.bfloat16, torch.float16)  # added up in float32: not rounded at each piece
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Pieces of a whole value, which have a name of their own in the loop."""
-
-    source: str
-    cuts: Cuts
-
-
-class SameBits(Protocol):
-    """Tells whether operations have the bits of others."""
-
-    def __call__(
-        self,
-        recorded: Op,
-        each: Sequence[Op],
-        read: Mapping[str, Slice],
-        made: Sequence[Cuts | None],
-        runs: Runs,
-        infos: Mapping[str, TensorInfo],
-    ) -> bool:
-        """Get an operation, as it runs on each piece, its inputs by name, and its results' cuts."""
-
-    def of_series(self, recorded: Sequence[Op], others: Sequence[Op]) -> bool:
-        """Get operations that run one after the other, and others in their place."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +90,7 @@ class Cutting:
     count: int
     seeds: Mapping[str, Cuts]  # inputs that are cut to begin with
     runs: Runs = EVEN
-    # If bits must be those of the whole: tells whether an operation has them in pieces.
-    same_bits: SameBits | None = None
+    same_bits: BitsOfPieces | None = None  # if bits must be those of the whole
     # Results that are inputs although an operation here makes them: sums over all pieces.
     known: Set[str] = frozenset()
     joined: Set[str] = frozenset()  # inputs that are cut like the others of a `cat`

@@ -23,7 +23,7 @@ from rkgb.graphs.simplified import D_to_S, SimplifiedGraph, SimplifiedNode, merg
 from rkgb.rows.compiling import compiled_loops
 from rkgb.rows.cuts import EVEN, Cuts, Runs, Shape, spread, spread_from
 from rkgb.rows.node import NodeInPieces, Rows
-from rkgb.rows.pieces import SameBits
+from rkgb.rows.same_bits import BitsOfPieces
 from rkgb.run.graph.node_storages import NodeStorage, storages_of
 
 _log = logging.getLogger("rkgb")
@@ -75,7 +75,7 @@ class CutGraph:
     refused: tuple[str, ...] = field(default=())  # runs that stay whole, and why
     is_compiled: bool = False
 
-    def with_backward(self, basic: BasicGraph, same_bits: SameBits | None = None) -> CutGraph:
+    def with_backward(self, basic: BasicGraph, same_bits: BitsOfPieces | None = None) -> CutGraph:
         """Return the same cuts with the backward of another recording of the same forward.
 
         Raises:
@@ -83,7 +83,7 @@ class CutGraph:
         """
         return self.in_graph(self.merged.with_backward(basic), same_bits)
 
-    def in_graph(self, merged: SimplifiedGraph, same_bits: SameBits | None = None) -> CutGraph:
+    def in_graph(self, merged: SimplifiedGraph, same_bits: BitsOfPieces | None = None) -> CutGraph:
         """Return the same cuts in another graph of the step that has the nodes to be cut.
 
         Raises:
@@ -101,7 +101,7 @@ class CutGraph:
 
 
 def cut_in_rows(
-    dg: DataFlowGraph, how: Cut, same_bits: SameBits | None = None, *, is_compiled: bool = False
+    dg: DataFlowGraph, how: Cut, same_bits: BitsOfPieces | None = None, *, is_compiled: bool = False
 ) -> CutGraph:
     """Return the planned graph of `dg` with its largest parts in pieces of rows.
 
@@ -196,7 +196,7 @@ def _first_cut(
     wide: str,
     *,
     count: int,
-    same_bits: SameBits | None,
+    same_bits: BitsOfPieces | None,
     is_compiled: bool,
 ) -> tuple[CutNode, NodeInPieces, SimplifiedNode]:
     """Cut a node along the first rows for which every operation has a rule.

@@ -14,8 +14,7 @@ from rkgb.device.rng import drawing_nothing
 from rkgb.elements.op import Op, run_op
 from rkgb.elements.tensor_info import TensorInfo, same_values
 from rkgb.graphs.basic import BasicGraph
-from rkgb.rows.cuts import Cuts, Runs, piece_of
-from rkgb.rows.pieces import Slice
+from rkgb.rows.cuts import Cuts, Runs, Slice, piece_of
 from rkgb.run.stand_ins import Drawn, StandIns
 from rkgb.torch_api.private.autograd import straight_to_kernels
 
@@ -41,7 +40,10 @@ class BitsOfPieces:
         runs: Runs,
         infos: Mapping[str, TensorInfo],
     ) -> bool:
-        """Return whether the operations on each piece give what `recorded` gives."""
+        """Return whether the operations on each piece give what `recorded` gives.
+
+        They `read` pieces of these values by name, and their results are cut as `made` says.
+        """
         cuts = tuple(s.cuts for s in read.values())
         how = (each[0].target, cuts, tuple(made), len(each), runs)
         key = (op_key(recorded, infos), how)
