@@ -34,6 +34,7 @@ from rkgb.elements.op import Op
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
 from rkgb.rows.cuts import Cuts
+from rkgb.run.graph.overwrite import INTO_GRADIENT
 
 _aten = torch.ops.aten
 
@@ -49,11 +50,7 @@ _OVER = {
     **_kernels("gelu silu tanh sigmoid relu exp neg"),
     **_kernels("add sub mul div", "Tensor"),
     **_kernels("scatter_add"),
-    **_kernels(
-        "gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward "
-        "leaky_relu_backward hardtanh_backward",
-        out="grad_input",
-    ),
+    **INTO_GRADIENT,
 }
 _KERNELS: Mapping[Any, Any] = {
     **_OVER,

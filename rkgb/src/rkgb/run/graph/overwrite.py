@@ -40,7 +40,7 @@ _IN_PLACE: Mapping[Any, Callable[..., Any]] = {
     _aten.mul.Tensor: _aten.mul_.Tensor,
 }
 # ...and the backward of an activation may overwrite the incoming gradient.
-_INTO_GRADIENT: Mapping[Any, Callable[..., Any]] = {
+INTO_GRADIENT: Mapping[Any, Callable[..., Any]] = {
     getattr(_aten, name).default: getattr(_aten, name).grad_input
     for name in (
         *("threshold_backward", "gelu_backward", "silu_backward", "tanh_backward"),
@@ -112,13 +112,13 @@ class _Rewriting:
                     target, args = _IN_PLACE[op.target], (Ref(term), Ref(other))
                     return replace(op, target=target, args=args, writes=(term,))
         elif (
-            op.target in _INTO_GRADIENT
+            op.target in INTO_GRADIENT
             and op.args[0] == Ref(first)
             and self._can_hold(first, op, at)
         ):
             self._overwrite(first, op)
             kwargs = {**op.kwargs, "grad_input": Ref(first)}
-            return replace(op, target=_INTO_GRADIENT[op.target], kwargs=kwargs, writes=(first,))
+            return replace(op, target=INTO_GRADIENT[op.target], kwargs=kwargs, writes=(first,))
         return op
 
     def _part(self, op: Op, name: str, at: At) -> Op | None:
