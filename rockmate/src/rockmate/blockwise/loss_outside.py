@@ -8,7 +8,7 @@ in an engine by then, which counts its forwards.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from rockmate.arguments import Call
 from rockmate.blockwise.planning import BlockPlanner
 from rockmate.blockwise.report import ChosenBlocks
 from rockmate.calls.loss_outside import leaves_plenty, tell_no_room
-from rockmate.calls.planned_module import PlannedModule
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.files.plan_file import SeenLoss
 from rockmate.options.module_choice import StepMemory, smallest_budget
@@ -111,11 +110,7 @@ class LossOfBlocks(LossWatch):
         beside = _beside(self._chosen, self._within.memory.loss_bytes, 0)
         most = self._planner.choose_again(self._chosen, smallest_budget(beside), beside)
         assert most is not None
-        self._install(most.forwards)
-
-    def _install(self, forwards: Mapping[str, PlannedModule]) -> None:
-        for path, forward in forwards.items():
-            vars(self._planner.blocks.views[path])["_rockmate"] = forward
+        self._planner.blocks.install(most.forwards)
 
     def _before(self, model: nn.Module, *_: Any) -> None:
         self.close()
@@ -127,7 +122,7 @@ class LossOfBlocks(LossWatch):
             budgets, taken, kept = zip(*facts, strict=True)
             self._choose(min(budgets), max(taken), max(kept))
         elif self._steps >= TRIES:
-            self._install(self._chosen.forwards)
+            self._planner.blocks.install(self._chosen.forwards)
         else:
             return
         self.take_off()
@@ -150,7 +145,7 @@ class LossOfBlocks(LossWatch):
         all_bytes = budget_bytes + taken_bytes
         found = again(chosen, budget_bytes, chosen.tested) or again(chosen, all_bytes, beside)
         if found is not None:
-            self._install(found.forwards)
+            self._planner.blocks.install(found.forwards)
             self._show(found, self._seen)
             return
         more_bytes = smallest_budget(beside) - all_bytes

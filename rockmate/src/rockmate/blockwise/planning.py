@@ -85,7 +85,8 @@ class BlockPlanner:
     def _hold(self, call: Call, budget: int) -> None:
         """Run a planned step of another call, and check its peak against the budget."""
         self.blocks.note("other samples")
-        with self.blocks.in_place(self.blocks.forwards), self.team.in_step():
+        self.blocks.install(self.blocks.forwards)
+        with self.team.in_step():
             peak = trace_step(self.model, call, self.device, Marker())[0]
         peak = max(self.team.gather(peak)) * self.in_flight
         if peak > budget:
@@ -216,7 +217,8 @@ class BlockPlanner:
         The peak is this process's, the memory the largest of all processes.
         """
         marker, times = Marker(), _MANY_STEPS if self.team.groups else 1
-        with self.blocks.in_place(self.blocks.forwards), contextlib.ExitStack() as stack:
+        self.blocks.install(self.blocks.forwards)
+        with contextlib.ExitStack() as stack:
             if any(not forward.plans.families for forward in self.blocks.forwards.values()):
                 self.blocks.step(call)  # each block records its program
             for place, path in enumerate(self.blocks.order):

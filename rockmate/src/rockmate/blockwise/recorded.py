@@ -143,8 +143,8 @@ class RecordedBlocks:
 
     def _run(self, call: Call, work: Callable[..., Any]) -> None:
         """Run one step in which `work` replaces every block's forward; raise errors of the step."""
-        with self.in_place({p: _Intercepted(p, view, work) for p, view in self.views.items()}):
-            self.step(call)
+        self.install({p: _Intercepted(p, view, work) for p, view in self.views.items()})
+        self.step(call)
         self.team.raise_together(self._error)
 
     def step(self, call: Call) -> None:
@@ -193,12 +193,10 @@ class RecordedBlocks:
             "blocks each. Give all of them samples of one kind."
         )
 
-    @contextlib.contextmanager
-    def in_place(self, forwards: Mapping[str, PlannedModule]) -> Iterator[None]:
-        """Install these forwards in the blocks."""
+    def install(self, forwards: Mapping[str, PlannedModule]) -> None:
+        """Put these forwards into the blocks."""
         for path, forward in forwards.items():
             vars(self.views[path])["_rockmate"] = forward
-        yield
 
     def _meet(self, block: _Intercepted, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Plan a block that is called for the first time, and run it."""

@@ -189,21 +189,17 @@ def kept_as_it_is(
     A parameter that was given other memory (`p.data = ...`) gets its own back. What is yielded
     gives arguments, and anew copies of what changes by being used, to one more run.
     """
-    with without_history(model):
-        yield from _kept_as_it_is(model, device, call)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_history(model))
+        start, lent, places = StartOfCall(model, device), Lent(model), ParameterPlaces(model)
+        leaves, given = _leaves(model), KeptTensors.given(flatten(call)[0])
+        for put_back in (start.restore, lent.end, places.put_back, given.restore_written):
+            stack.callback(put_back)
 
+        def again() -> None:
+            lent.again()
+            given.restore_written()
 
-def _kept_as_it_is(
-    model: nn.Module, device: torch.device, call: Call
-) -> Iterator[Callable[[], None]]:
-    start, lent, places = StartOfCall(model, device), Lent(model), ParameterPlaces(model)
-    leaves, given = _leaves(model), KeptTensors.given(flatten(call)[0])
-
-    def again() -> None:
-        lent.again()
-        given.restore_written()
-
-    try:
         with (
             gradients_kept(leaves),
             without_hooks_after_gradients(leaves),
@@ -211,11 +207,6 @@ def _kept_as_it_is(
             without_traces(),
         ):
             yield again
-    finally:
-        given.restore_written()
-        places.put_back()
-        lent.end()
-        start.restore()
 
 
 def _leaves(model: nn.Module) -> list[Tensor]:
