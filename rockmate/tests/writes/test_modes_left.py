@@ -61,9 +61,8 @@ LEAVES: dict[str, tuple[Callable[[], object], Callable[[], Any]]] = {
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    modes = Modes()
-    yield
-    modes.restore()
+    with Modes():
+        yield
 
 
 @pytest.mark.parametrize("name", LEAVES)
@@ -76,13 +75,12 @@ def test_steps_leave_it_as_the_plain_forward_does(name: str) -> None:
     assert read() == before, "planning leaves it"
     found = []
     for own, module in ((planned, model), (plain, plain)):
-        modes = Modes()
-        for _ in range(2):
-            result = own(sample)
-            assert read() != before or name == "a flag"
-            result.square().sum().backward()
-        found.append([result.detach(), *(p.grad for p in module.parameters())])
-        modes.restore()
+        with Modes():
+            for _ in range(2):
+                result = own(sample)
+                assert read() != before or name == "a flag"
+                result.square().sum().backward()
+            found.append([result.detach(), *(p.grad for p in module.parameters())])
     assert all(map(torch.equal, *found))
 
 

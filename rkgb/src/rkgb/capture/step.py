@@ -329,13 +329,11 @@ class RecordedStep:
     def _forward(self) -> Any:
         attributes = Attributes(self.twin)
         places = ParameterPlaces(self.twin)
-        modes, is_with_grad = Modes(), torch.is_grad_enabled()
-        try:
+        is_with_grad = torch.is_grad_enabled()
+        with Modes() as modes:
             with self.hidden.watching():
                 result = self._call()
             left = modes.changed()
-        finally:
-            modes.restore()
         if torch.is_grad_enabled() != is_with_grad:
             raise sets_by_hand(type(self.model).__name__, "whether gradients are computed")
         if left:

@@ -227,11 +227,11 @@ class PieceRecorder:
     def _explored(
         self, call: Call, module: nn.Module, tensors: Sequence[Tensor]
     ) -> tuple[Piece, list[Tensor]]:
-        modes = Modes()  # which a step leaves as the call does
         try:
-            # torch.cond compiles, and a compiler would capture the recording's modes. Tensors that
-            # autograd saves in an inner backward would stay alive under the recording's hooks.
-            with self.recorder.unwatched(), without_saved_hooks():
+            # A step leaves modes as the call does. torch.cond compiles, and a compiler would
+            # capture the recording's modes. Tensors that autograd saves in an inner backward would
+            # stay alive under the recording's hooks.
+            with Modes(), self.recorder.unwatched(), without_saved_hooks():
                 found = self._run(call, module, tensors)
         except RkgbError:
             raise
@@ -239,8 +239,6 @@ class PieceRecorder:
             raise BrokenPieceError(
                 f"cannot run module {call}: it raised {type(error).__name__}: {error}"
             ) from error
-        finally:
-            modes.restore()
         self.recorder.follow_random()
         return found
 

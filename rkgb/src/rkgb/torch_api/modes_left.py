@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -42,11 +42,14 @@ _OTHERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 
 class Modes:
-    """How torch is set at one moment."""
+    """How torch is set; what is done inside (`with Modes():`) is undone at the end."""
 
     def __init__(self) -> None:
         self._kernels = KernelChoice.now()
         self._others = {name: read() for name, (read, _) in _OTHERS.items()}
+
+    def __enter__(self) -> Self:
+        return self
 
     def changed(self) -> str:
         """Return the name of what is set otherwise now, or ''."""
@@ -57,8 +60,7 @@ class Modes:
         flags = now.flags_unlike(self._kernels.with_order_of(now))
         return f"flag {flags[0][0]}" if flags else ""
 
-    def restore(self) -> None:
-        """Set everything as it was."""
+    def __exit__(self, *_: object) -> None:
         for name, value in self._others.items():
             if _OTHERS[name][0]() != value:
                 _OTHERS[name][1](value)

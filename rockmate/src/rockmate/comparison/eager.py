@@ -61,7 +61,7 @@ def run_step(
     sample, device = sample.detached(), sample.device
     results = _Results(twin, sample, keep)
     before_bytes = _bytes_of_buffers(twin)
-    stream, python, modes = RngState.save(device), PythonRandom(lends=True), Modes()
+    stream, python = RngState.save(device), PythonRandom(lends=True)
 
     def run(_span: Any) -> None:
         # The module itself asks these tensors what a planned step has asked the user's.
@@ -91,13 +91,12 @@ def run_step(
             ) from error
 
     try:
-        with results, without_traces():
+        with Modes(), results, without_traces():
             trace = trace_memory(run, device)
         end = RngState.save(device)
     finally:
         stream.restore()
         python.restore()
-        modes.restore()
     grown_bytes = max(0, _bytes_of_buffers(twin) - before_bytes)
     return StepResult(
         outputs=results.host_outputs(),
