@@ -6,7 +6,7 @@ Gradients that a call makes in several parts are added part by part, as autograd
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -176,21 +176,18 @@ class Connect(torch.autograd.Function):
 _ADDS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 
+@dataclass(frozen=True)
 class AddParts:
     """`total + part` for each part, as autograd adds gradients when they arrive."""
 
-    def __init__(self, *, in_place: bool) -> None:
-        self.in_place = in_place
-        self.__name__ = "add_parts_" if in_place else "add_parts"
+    in_place: bool
+
+    @property
+    def __name__(self) -> str:
+        return "add_parts_" if self.in_place else "add_parts"
 
     def __repr__(self) -> str:
         return self.__name__
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AddParts) and other.in_place == self.in_place
-
-    def __hash__(self) -> int:
-        return hash((AddParts, self.in_place))
 
     def __call__(self, total: Tensor, parts: Tensor | Sequence[Tensor]) -> Tensor:
         for part in [parts] if isinstance(parts, Tensor) else parts:
