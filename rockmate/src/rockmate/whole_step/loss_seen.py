@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -103,26 +103,17 @@ def _can_watch(device: torch.device) -> bool:
     return device.type == "cuda" or is_seen_by_modes
 
 
-class _Counter(Protocol):
-    """Counts what is held beside what was there when it began."""
-
-    def end(self) -> tuple[int, int] | None:
-        """Count no more; return the most that was held, and what is; None where it is not known."""
-
-    def close(self) -> bool:
-        """Count no more, and leave nothing behind; return False where that cannot be yet."""
-
-
 class _OfDevice:
-    """By the allocator's counters, whose peak begins anew."""
+    """Counts what is held beside what was there when it began, by the allocator's counters."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before_bytes = torch.cuda.memory_allocated(device)
         self._is_over = False
-        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_peak_memory_stats(device)  # the peak begins anew
 
     def end(self) -> tuple[int, int] | None:
+        """Count no more; return the most that was held, and what is; None where it is not known."""
         if self._is_over:
             return None
         self._is_over = True
@@ -130,12 +121,13 @@ class _OfDevice:
         return most(self._device) - self._before_bytes, now(self._device) - self._before_bytes
 
     def close(self) -> bool:
+        """Count no more; return False where something has to stay behind."""
         self._is_over = True
         return True
 
 
 class _OfHost:
-    """By a mode that sees operations of this thread, as a CPU has no counters."""
+    """The same by a mode that sees operations of this thread, as a CPU has no counters."""
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         device = torch.device("cpu")
@@ -162,3 +154,6 @@ class _OfHost:
             self._live.__exit__(None, None, None)
             self._is_open = False
         return not self._is_open
+
+
+_Counter: TypeAlias = _OfDevice | _OfHost
