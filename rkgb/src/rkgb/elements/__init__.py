@@ -15,13 +15,13 @@ from rkgb.elements.effect import (
     InputMutation,
     ObserverHook,
 )
-from rkgb.elements.module_paths import is_inside, outermost
+from rkgb.elements.module_paths import group_of, is_inside, outermost
 from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import BATCH_NORMS, CAST, Op, Ref
 from rkgb.elements.sample import attribute_keyword, attribute_of, own_copy
 from rkgb.elements.spread import is_running, settled
 from rkgb.elements.target import running_on, target_of
-from rkgb.elements.tensor_info import TensorInfo, same_bits, storage_id
+from rkgb.elements.tensor_info import TensorInfo, contiguous_strides, same_bits, storage_id
 from rkgb.elements.trees import Structure, flatten
 
 __all__ = [
@@ -40,7 +40,9 @@ __all__ = [
     "TensorInfo",
     "attribute_keyword",
     "attribute_of",
+    "contiguous_strides",
     "flatten",
+    "group_of",
     "is_inside",
     "is_running",
     "outermost",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
+
+_NUMBER = re.compile(r"\d+")
 
 
 def is_inside(path: str, around: str) -> bool:
@@ -15,6 +18,11 @@ def outermost(paths: Iterable[str]) -> tuple[str, ...]:
     """Return the modules, by their paths, that are inside none of the others; each once."""
     kept = dict.fromkeys(paths)
     return tuple(p for p in kept if not any(p != other and is_inside(p, other) for other in kept))
+
+
+def group_of(path: str) -> str:
+    """Return a path that is equal for repeated layers: 'blocks.#.mlp' of 'blocks.3.mlp'."""
+    return _NUMBER.sub("#", path)
 
 
 def around(paths: Sequence[str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +78,11 @@ class TensorInfo:
         kind = str(self.dtype).removeprefix("torch.")
         grad = " grad" if self.requires_grad else ""
         return f"{kind}[{', '.join(map(str, self.shape))}]{grad}"
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of elements that lie in order, the last dimension running fastest."""
+    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
 
 
 def _element_bytes(tensor: Tensor) -> int:

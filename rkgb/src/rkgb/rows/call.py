@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -104,10 +104,7 @@ class InPieces(Target):
         pieces = self.pieces
         values: dict[str, Tensor] = dict(zip(pieces.takes, boxed, strict=True))
         boxed.clear()
-        for line in self.before:
-            run_op(line.op, values, line.run)
-            for name in line.frees:
-                values.pop(name, None)
+        _run(self.before, values)
         wholes: dict[str, Tensor] = {n: values[source] for n, source in self.lent.items()}
         for index in range(pieces.count):
             placed: set[str] = set()  # pieces that lie in their whole
@@ -145,10 +142,7 @@ class InPieces(Target):
         for name in tuple(wholes):
             info, whole = pieces.infos.get(name), wholes.pop(name)
             values[name] = whole if info is None else whole.to(info.dtype)
-        for line in self.after:
-            run_op(line.op, values, line.run)
-            for name in line.frees:
-                values.pop(name, None)
+        _run(self.after, values)
         return tuple([values[name] for name in pieces.results])
 
     def _place(
@@ -163,6 +157,13 @@ class InPieces(Target):
                 wholes[name] = _empty(name, pieces, next(iter(values.values())))
             place = piece_of(wholes[name], pieces.gathered[name], index, pieces.runs)
         return place if place.is_contiguous() else None
+
+
+def _run(lines: Iterable[Line], values: dict[str, Tensor]) -> None:
+    for line in lines:
+        run_op(line.op, values, line.run)
+        for name in line.frees:
+            values.pop(name, None)
 
 
 def _run_into(place: Tensor, op: Op, values: dict[str, Tensor]) -> None:

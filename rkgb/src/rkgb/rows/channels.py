@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from rkgb.elements.op import Op, Ref
-from rkgb.elements.tensor_info import TensorInfo
+from rkgb.elements.tensor_info import TensorInfo, contiguous_strides
 from rkgb.rows.memory import in_own_memory
 
 _aten = torch.ops.aten
@@ -207,5 +207,4 @@ def _op(like: Op, args: tuple[Any, ...], results: tuple[str, ...], target: Any =
 
 def _is_plain(info: TensorInfo) -> bool:
     """Return whether a value is laid out as a `cat` of others is."""
-    sizes = info.shape[1:]
-    return info.stride == tuple(math.prod(sizes[at:]) for at in range(len(info.shape)))
+    return info.stride == contiguous_strides(info.shape)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rkgb.elements.op import Op, Ref, map_refs
 from rkgb.elements.target import Target
-from rkgb.elements.tensor_info import TensorInfo
+from rkgb.elements.tensor_info import TensorInfo, contiguous_strides
 from rkgb.errors import NotByPiecesError
 from rkgb.rows.cuts import Shape
 
@@ -124,7 +124,7 @@ def direct(
         ) -> Ref:
             made = f"{name}: {what}" if what else name
             size = math.prod(shape) * dtype.itemsize
-            stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+            stride = contiguous_strides(shape)
             added[made] = TensorInfo(shape, dtype, stride, False, made, size, size)
             found.append(_op(target, args, made))
             return Ref(made)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
+from rkgb.elements import contiguous_strides
 from rkgb.graphs import BackwardKind, BasicGraph
 from rockmate.runtime.outputs import plain_strides
 
@@ -32,7 +32,7 @@ def kinds_of_sums(basic: BasicGraph) -> list[BackwardKind]:
     return [
         kind
         for one in alone
-        for kind in (_given(basic, one, _expanded), _given(basic, one, _contiguous))
+        for kind in (_given(basic, one, _expanded), _given(basic, one, contiguous_strides))
         if kind != one
     ]
 
@@ -50,10 +50,6 @@ def _given(
 
 def _expanded(shape: Sequence[int]) -> tuple[int, ...]:
     return (0,) * len(shape)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
 
 
 def _alone(basic: BasicGraph, place: int) -> BackwardKind:

@@ -62,7 +62,7 @@ class SharedUses:
             first = infos[value]
             added = [use for use in rest if use[0] > i]
             alike = all(_layout(infos[name]) == _layout(first) for _, _, name in added)
-            if added and alike and (i, slot) in alone and _is_dense(first.shape, first.stride):
+            if added and alike and (i, slot) in alone and first.is_dense:
                 firsts[i].append(slot)
                 for j, other, _ in added:
                     later[j][other] = leaf
@@ -185,18 +185,6 @@ def _alone_once_given(graph: SimplifiedGraph, program: StepProgram) -> set[tuple
 
 def _layout(info: TensorInfo) -> tuple[Any, ...]:
     return info.dtype, info.shape, info.stride
-
-
-def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether every address of the memory belongs to exactly one element."""
-    if len(stride) != len(shape):  # a sparse gradient: autograd concatenates its parts
-        return False
-    expected = 1
-    for step, size in sorted(zip(stride, shape, strict=True)):
-        if size > 1 and step != expected:
-            return False
-        expected *= size if size > 1 else 1
-    return True
 
 
 @dataclass
