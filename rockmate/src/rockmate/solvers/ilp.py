@@ -82,8 +82,7 @@ def solve_ilp(
         ended = time_limit_s is not None and seconds >= time_limit_s
         return SolverResult("unknown" if ended else status, seconds=seconds)
     steps = program.read(value_of)
-    cost = recomputed_ms(problem, steps)
-    return SolverResult(status, steps, cost, cost if status == "optimal" else None, seconds)
+    return SolverResult(status, steps, recomputed_ms(problem, steps), seconds)
 
 
 class _ZeroOneProgram:

@@ -16,15 +16,14 @@ Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 class SolverResult:
     """A status, and steps if some were found.
 
-    `optimal`, `infeasible` and `bound` refer to the solver's own class of schedules, with sizes
-    rounded up to its unit. In this class every node runs at most once in each stage, in order;
-    retention intervals also limit the number of runs per node.
+    `optimal` and `infeasible` refer to the solver's own class of schedules, with sizes rounded up
+    to its unit. In this class every node runs at most once in each stage, in order; retention
+    intervals also limit the number of runs per node.
     """
 
     status: Status
     steps: Steps | None = None
     objective: float | None = None  # overhead in ms, or peak in bytes if that is minimised
-    bound: float | None = None  # lower bound on `objective`
     seconds: float = 0.0
 
 

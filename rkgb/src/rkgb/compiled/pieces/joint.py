@@ -258,11 +258,9 @@ def _read(op: Op) -> tuple[str, ...]:
 def _as_run(op: Op) -> Op:
     """Return a batch norm in training without the running statistics, which it does not use."""
     place = _READING_STATISTICS.get(op.target_name)
-    return op if place is None or not op.args[place] else _without_running(op, 3)
-
-
-def _without_running(op: Op, place: int) -> Op:
-    args = (*op.args[:place], None, None, *op.args[place + 2 :])
+    if place is None or not op.args[place]:
+        return op
+    args = (*op.args[:3], None, None, *op.args[5:])
     return Op(op.name, op.target, args, op.kwargs, op.results, op.returns_many)
 
 

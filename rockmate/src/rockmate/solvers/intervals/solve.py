@@ -101,11 +101,9 @@ def solve_intervals(
     found = program.line.read(solver)
     status: Status = "optimal" if code == cp_model.OPTIMAL else "feasible"
     value = program.to_objective(solver.objective_value)
-    bound = program.to_objective(solver.best_objective_bound)
     if objective == "time":
         value = recomputed_ms(problem, found)  # exact; the program's costs are rounded
-        bound = value if status == "optimal" else min(bound, value)
-    return SolverResult(status, found, value, bound, seconds)
+    return SolverResult(status, found, value, seconds)
 
 
 def _new_solver(seed: int) -> Any:
