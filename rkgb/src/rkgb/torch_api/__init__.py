@@ -54,7 +54,6 @@ from rkgb.torch_api.private.modes import (
 )
 from rkgb.torch_api.private.tables import dict_versions, group_store, same_kinds
 from rkgb.torch_api.private_names import refuse_unused
-from rkgb.torch_api.quiet import without_prints
 from rkgb.torch_api.tensor_facts import placed_parameters, unusual_facts, written_on
 
 __all__ = [
@@ -111,7 +110,6 @@ __all__ = [
     "with_flags",
     "without_global_hooks",
     "without_hooks_after_gradients",
-    "without_prints",
     "without_saved_hooks",
     "written_on",
 ]

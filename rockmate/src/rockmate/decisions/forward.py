@@ -17,7 +17,7 @@ from rkgb import RkgbError
 from rkgb.elements import flatten, is_running
 from rkgb.engine import Sample, record
 from rkgb.errors import without_advice
-from rkgb.torch_api import is_abstract, without_global_hooks, without_prints, without_saved_hooks
+from rkgb.torch_api import is_abstract, without_global_hooks, without_saved_hooks
 from rockmate.arguments import Call
 from rockmate.calls.loss_outside import is_worth_a_plan, tell_no_room
 from rockmate.calls.plan_store import PlanRow, PlanRows
@@ -206,7 +206,6 @@ class DecidingModule(PlannedModule):
             torch.enable_grad(),
             without_saved_hooks(),
             without_global_hooks(),
-            without_prints(),
         ):
             began = time.perf_counter()
             args, kwargs = call
