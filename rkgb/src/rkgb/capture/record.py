@@ -7,7 +7,6 @@ step is recorded again.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ from rkgb.capture.hooks import refuse_hooks_inside
 from rkgb.capture.step import RecordedStep
 from rkgb.capture.ways import Asked, Way
 from rkgb.device.rng import RngState
-from rkgb.elements.module_paths import is_inside
+from rkgb.elements.module_paths import group_of, is_inside
 from rkgb.elements.sample import Sample
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import (
@@ -47,7 +46,6 @@ from rkgb.safeguards.refusals import (
 from rkgb.safeguards.settling import Settled, SettlesError
 from rkgb.safeguards.side_effects import RemembersError, Said
 
-_DIGITS = re.compile(r"\d+")
 _log = logging.getLogger("rkgb")
 
 
@@ -325,11 +323,11 @@ def _alike(model: nn.Module, path: str) -> list[str]:
     Hooks are one module's: with one, counterparts without do not count.
     """
     own = model.get_submodule(path)
-    kind, place, is_hooked = type(own), _DIGITS.sub("#", path), has_backward_hooks(own)
+    kind, place, is_hooked = type(own), group_of(path), has_backward_hooks(own)
     return [
         other
         for other, module in model.named_modules()
         if type(module) is kind
-        and _DIGITS.sub("#", other) == place
+        and group_of(other) == place
         and has_backward_hooks(module) == is_hooked
     ]

@@ -10,7 +10,6 @@ nothing, because later sizes differ.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rkgb import RkgbError
+from rkgb.elements import group_of
 from rkgb.errors import without_advice
 from rkgb.guards import Readable
 from rkgb.torch_api import placed_parameters
@@ -34,7 +34,6 @@ from rockmate.settings import Terms
 
 KEEP, AGAIN = "keep", "again"  # a plain call; a call that saves nothing and is recomputed
 EVERYTHING = 1 << 62  # a budget that keeps everything
-_DIGITS = re.compile(r"\d+")
 _MOST_KINDS = 16  # of calls that one block plans for; more seem to be without end
 
 
@@ -125,11 +124,6 @@ def _in_a_step() -> Iterator[None]:
         ) from error
     except (RockmateError, RkgbError) as error:
         raise NotPlannedError(without_advice(str(error))) from error
-
-
-def group_of(path: str) -> str:
-    """Return a path that is equal for repeated layers."""
-    return _DIGITS.sub("#", path)
 
 
 HowToRun = PlannedBlock | str  # or `KEEP`, or `AGAIN`

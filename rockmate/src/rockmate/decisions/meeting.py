@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb import RkgbError
-from rkgb.elements import flatten, is_inside, own_copy, target_of
+from rkgb.elements import flatten, group_of, is_inside, own_copy, target_of
 from rkgb.guards import Readable
 from rkgb.module_state import BufferContents
 from rockmate.arguments import Call
@@ -25,7 +25,6 @@ from rockmate.decisions.blocks import (
     RootBlock,
     SeenCall,
     WrittenOutsideError,
-    group_of,
 )
 from rockmate.decisions.dressing import Dressing, undressed
 from rockmate.decisions.recomputed import tensors_read
