@@ -53,8 +53,8 @@ class Seen:
     plain: tuple[Any, ...]  # leaves of the result: plain values, or a `Place` for a tensor
     kinds: tuple[TensorKind, ...]  # of the tensors among the results
     lies_in: tuple[int, ...]  # the input whose memory a result shares, or -1
-    # Results of which others are computed inside, or that are arguments, in order: who asks for the
-    # gradient of one by its tensor outside would get a part of it.
+    # Results of which others are computed inside, or that are arguments, in order. A part of their
+    # gradient stays inside: who asks for it outside would miss that part.
     inner: tuple[int, ...]
     differentiable: tuple[bool, ...]
     tangents: Tangents  # with which the gradients were seen

@@ -79,9 +79,9 @@ def find_what_changes(
 ) -> None:
     """Run the forward of each call, so that steps put back what it changes outside of modules.
 
-    Nothing is saved for a backward, because a plain step may take more memory than there is; but
-    for a forward that runs a backward itself. Sharded models and DDP's are not looked at: these
-    count on a backward after each forward.
+    A plain step may take more memory than there is. So nothing is saved for a backward, unless the
+    forward itself runs one. Sharded models and DDP's are not looked at: these count on a backward
+    after each forward.
     """
     if team.groups or any(isinstance(part, DistributedDataParallel) for part in model.modules()):
         return
@@ -186,8 +186,9 @@ def kept_as_it_is(
 ) -> Iterator[Callable[[], None]]:
     """Restore gradients, buffers, what is written of parameters and arguments, and random states.
 
-    A parameter that was given other memory (`p.data = ...`) gets its own back. What is yielded
-    gives arguments, and anew copies of what changes by being used, to one more run.
+    A parameter that was given other memory (`p.data = ...`) gets its own back. The function that is
+    yielded prepares one more run: it restores the arguments, and copies anew what changes by being
+    used.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_history(model))

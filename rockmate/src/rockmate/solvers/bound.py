@@ -27,11 +27,13 @@ CLP solves the program, with a time limit; GLOP was seen to hang on these progra
 
 For small graphs with a few huge storages the linear program is loose. For these the same rows are
 solved with 0/1 variables, and the bound is the solver's. It holds for every schedule, whereas the
-bounds of the other solvers hold for their own class of schedules. CLP replaces Python's handler of
-Ctrl-C while it solves, which would end only that solve. So the handler is restored meanwhile.
-`link_rows` has the rows for
-storages that may be moved. They have durations, for which CP-SAT's bound was seen above a plan, so
-such problems have the linear program only.
+bounds of the other solvers hold for their own class of schedules.
+
+`link_rows` has the rows for storages that may be moved. They have durations, for which CP-SAT's
+bound was seen above a plan. So such problems have the linear program only.
+
+CLP replaces Python's handler of Ctrl-C while it solves, which would end only that solve. So the
+handler is restored meanwhile.
 """
 
 from __future__ import annotations
