@@ -80,12 +80,8 @@ def plan(
     check_planner(planner)
     check_backend(backend)
     if problem.link is not None:
-
-        def still(problem: Problem, budget_bytes: int) -> Plan:
-            how: dict[str, Any] = {"effort": effort, "planner": planner, "backend": backend}
-            more: dict[str, Any] = {"seed": seed, "progress": progress, "known": known}
-            return plan(problem, budget_bytes, **how, **more)
-
+        how: dict[str, Any] = {"effort": effort, "planner": planner, "backend": backend}
+        still = partial(plan, **how, seed=seed, progress=progress, known=known)
         return plan_with_moves(problem, budget_bytes, still, effort_of(effort), seed)
     run = Search(problem, budget_bytes, effort_of(effort), backend, seed, planner, progress)
     run.known = run.known if known is None else known
