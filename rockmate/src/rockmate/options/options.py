@@ -78,8 +78,9 @@ def boxed(local: Problem, peak_bytes: int, save_bytes: int) -> Problem:
 def block_options(local: Problem, solver: Solver, grid: Grid) -> tuple[BlockOption, ...]:
     """Return the undominated options of a block, fastest first.
 
-    Boxes are tried from large to small. A box is skipped if the optimum of a larger one fits into
-    it, or if a larger one had no plan. So most boxes of the grid are not solved.
+    Boxes are tried from large to small. A box is skipped if an option fits into it that is as fast
+    as the optimum of a larger one, or if a larger one had no plan. So most boxes of the grid are
+    not solved.
     """
     everything = measure_option(local, no_recomputation(local))
     found = [everything]
@@ -91,30 +92,25 @@ def block_options(local: Problem, solver: Solver, grid: Grid) -> tuple[BlockOpti
     boundary = local.bytes_of(local.fwd_input_masks[-1])
     high_peak = everything.peak_bytes
     low_peak = min(_floor_bytes(local), high_peak)
-    solved: list[tuple[int, int, BlockOption]] = []
+    solved: list[tuple[int, int, float]] = []  # the least overhead within a box
     empty: list[tuple[int, int]] = []
     for peak in spread(low_peak, high_peak, grid.peaks):
         for save in spread(boundary, min(everything.saved_bytes, peak), grid.saves):
             if any(peak <= p and save <= s for p, s in empty):
                 continue
-            if any(
-                peak <= p and save <= s and o.peak_bytes <= peak and o.saved_bytes <= save
-                for p, s, o in solved
-            ):
+            fitting = (o for o in found if o.peak_bytes <= peak and o.saved_bytes <= save)
+            hint = min(fitting, key=lambda o: o.overhead_ms, default=None)
+            least_ms = max((ms for p, s, ms in solved if peak <= p and save <= s), default=0.0)
+            if hint is not None and hint.overhead_ms <= least_ms:
                 continue
-            hint = min(
-                (o for o in found if o.peak_bytes <= peak and o.saved_bytes <= save),
-                key=lambda o: o.overhead_ms,
-                default=nothing,
-            )
-            result = solver(boxed(local, peak, save), peak, hint.steps)
+            result = solver(boxed(local, peak, save), peak, (hint or nothing).steps)
             if result.steps is None:
                 empty.append((peak, save))
                 continue
             option = measure_option(local, result.steps)
             found.append(option)
             if result.status == "optimal":
-                solved.append((peak, save, option))
+                solved.append((peak, save, option.overhead_ms))
     return pareto(found)
 
 
