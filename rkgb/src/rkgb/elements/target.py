@@ -73,8 +73,8 @@ class Target:
     runs_python = False  # forward or backward
     # What a forward leaves follows from the backward, which computes the rest again.
     is_half = False
-    recorded: Sequence[Op] = ()  # the operations that it runs on parts of what they were run on
-    rounds = 1  # on how many parts
+    recorded: Sequence[Op] = ()  # operations as recorded, which it runs part by part
+    rounds = 1  # how many parts
     run: Boxed | None = None  # the call with its arguments in a list, if that can free them
     frees: frozenset[int] = frozenset()  # places of arguments that are nobody else's
 

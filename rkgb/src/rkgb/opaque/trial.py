@@ -90,10 +90,14 @@ class Trials:
                 not take; only a larger submodule can be an opaque call.
         """
         self.before = KeptTensors(map(self.twin.get_parameter, self.written))
+        # An inner backward adds to these itself, from the first run on: no memory of the step.
+        self.added_to = [p for p in self.twin.parameters() if p.grad is None]
         try:
             return self._piece(is_in_order=False)
         finally:
             self.before.restore()
+            for parameter in self.added_to:
+                parameter.grad = None
 
     def _piece(self, *, is_in_order: bool) -> tuple[Piece, list[Tensor]]:
         device, parameters = self.device, map(self.twin.get_parameter, self.written)
@@ -101,7 +105,6 @@ class Trials:
         contents, lent = BufferContents(self.module, parameters), Lent(self.module)
         trials: list[_Trial] = []
         gradients = [(buffer, buffer.grad) for buffer in self.twin.buffers()]
-        added_to = [p for p in self.twin.parameters() if p.grad is None]
 
         def again() -> None:
             stream.restore()
@@ -116,8 +119,6 @@ class Trials:
             lent.end()
             for buffer, gradient in gradients:
                 buffer.grad = gradient
-            for parameter in added_to:
-                parameter.grad = None
 
         def first(span: Any) -> None:
             trials.append(self._trial(span))
@@ -129,12 +130,7 @@ class Trials:
             self.flops = self._flops()
             again()
         trace = trace_memory(first, device)
-        inside = [id(p) for p in added_to if p.grad is not None]
-        if inside:
-            # An inner backward adds to them itself. They are no memory of the step.
-            again()
-            trials.clear()
-            trace = trace_memory(first, device)
+        inside = [id(p) for p in self.added_to if p.grad is not None]
         call = self.call
         own = self._without(inside, trials[0])
         if own == call.parameters:
@@ -222,7 +218,7 @@ class Trials:
             # After a run under a mode, torch.cond fails for good.
             with _counting() as counter, Patches([(torch, "cond", refuse)]), self.watch:
                 self._trial()
-        except Exception:  # the same call has just worked without the counter
+        except Exception:  # of the counter: the trials that follow tell others
             return 0
         return int(counter.get_total_flops())
 
