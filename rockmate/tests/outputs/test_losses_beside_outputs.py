@@ -193,3 +193,33 @@ def test_an_estimate_takes_gradients_to_come_as_planning_does() -> None:
     assert (
         abs(found.activations_bytes - planned.eager_peak_bytes) <= 0.02 * planned.eager_peak_bytes
     )
+
+
+class Penalised(nn.Module):
+    """Returns its result, and beside it a penalty on the weights that made it."""
+
+    def __init__(self, penalty: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.penalty = penalty
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.body(x), torch.stack([self.penalty(p) for p in self.parameters()]).sum()
+
+
+@pytest.mark.parametrize("penalty", [lambda p: p.square().sum(), lambda p: p.exp().sum()])
+def test_gradients_wait_for_uses_that_the_loss_does_not_reach(
+    penalty: Callable[[Tensor], Tensor],
+) -> None:
+    """The penalty alone may be the loss, and autograd sums a gradient at its leaf's last use."""
+    torch.manual_seed(0)
+    model, x = Penalised(penalty), torch.randn(8, 16)
+    twin = copy.deepcopy(model)
+    planned = Rockmate(model, x, "1MiB", cost="flops")
+    assert planned.measured_peak_bytes == planned.plan.peak_bytes
+    for parts in (slice(1, 2), slice(0, 2)):
+        for net in (planned, twin):
+            net.zero_grad()
+            torch.stack([part.square().sum() for part in net(x)[parts]]).sum().backward()
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]

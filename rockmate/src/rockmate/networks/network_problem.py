@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
@@ -90,10 +91,12 @@ def _waiting_gradients(
     """Return for each node the bytes of gradients that wait in autograd during its backward.
 
     Autograd sums all gradients of a tied weight before it accumulates them, so the first waits for
-    the last. The gradient of an input waits for the end. So do `coming` gradients of parameters,
-    which are there beside their copies for a moment where autograd copies them.
+    the last, or for the end if a use comes later that this backward does not reach. The gradient
+    of an input waits for the end. So do `coming` gradients of parameters, which are there beside
+    their copies for a moment where autograd copies them.
     """
     uses: dict[int, tuple[Tensor, list[tuple[int, TensorInfo]]]] = {}
+    waits = {id(external[leaf]) for leaf in _unreached_later(graph)}
     for index, node in enumerate(graph.nodes):
         for hand_over in node.hand_overs:
             leaf = external[hand_over.leaf]
@@ -111,7 +114,7 @@ def _waiting_gradients(
         if not isinstance(tensor, nn.Parameter):
             kept[id(tensor)] = first, size_bytes
         elif not come:
-            for index in range(last, first):
+            for index in range(0 if id(tensor) in waits else last, first):
                 waiting[index] += size_bytes
         elif copies := max(_copies(tensor, info) for _, info in parts):
             waiting[last] += copies * size_bytes
@@ -127,6 +130,23 @@ def _waiting_gradients(
     for index, size_bytes in _sparse_sums(graph, external):
         waiting[index] += taken(size_bytes)
     return waiting
+
+
+def _unreached_later(graph: SimplifiedGraph) -> set[str]:
+    """Return the leaves with a use that no gradient comes from, after one that gives its part.
+
+    An output beside a loss may use a parameter that a penalty in the loss reads, too.
+    """
+    parts = Counter((h.leaf, h.sequence_nr) for node in graph.nodes for h in node.hand_overs)
+    given: set[str] = set()
+    found: set[str] = set()
+    for edge in graph.basic.edges:
+        if parts[edge]:
+            parts[edge] -= 1
+            given.add(edge[0])
+        elif edge[0] in given:
+            found.add(edge[0])
+    return found
 
 
 def _copies(leaf: Tensor, info: TensorInfo) -> int:
