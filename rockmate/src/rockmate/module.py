@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rkgb.capture import Memo
 from rkgb.elements import Ref
 from rkgb.torch_api import is_optimized
 from rockmate.arguments import Arguments, method_called_with, refuse_no_module
@@ -230,6 +231,9 @@ class Rockmate(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the module; plans hold no tensors and are shared."""
         planned = self._rockmate
+        if isinstance(memo, Memo):  # to be recorded, with a block that knows the whole model
+            known = memo.get(id(planned.model))
+            return _plain_copy(planned.model, planned.model, memo) if known is None else known
         if not is_applied(self):
             is_on_the_way = id(planned.model) in memo  # an attribute of it refers back here
             model = copy.deepcopy(planned.model, memo)
@@ -239,13 +243,10 @@ class Rockmate(nn.Module):
             if not is_on_the_way:
                 wrapper._rockmate.take_plans_of(planned)
             return wrapper
-        parts = list(planned.model.__reduce_ex__(4))
-        parts[2:3] = [_without_plans(part) for part in parts[2:3]]
-        # As in `copy`, but registered as the copy of this object, not of its plain view.
-        model = copy._reconstruct(self, memo, *parts)  # type: ignore[attr-defined]
-        dressed(model, DecidingModule(plain_view(model), planned.settings))
-        model._rockmate.take_plans_of(planned)
-        return model
+        made: Any = _plain_copy(planned.model, self, memo)
+        dressed(made, DecidingModule(plain_view(made), planned.settings))
+        made._rockmate.take_plans_of(planned)
+        return made
 
     def __copy__(self) -> Any:
         """Copy the wrapper, or an applied model without its plans: both share all tensors."""
@@ -272,6 +273,13 @@ class Rockmate(nn.Module):
 Rockmate.__new__.__signature__ = inspect.signature(  # type: ignore[attr-defined]
     Rockmate.__init__
 )
+
+
+def _plain_copy(model: nn.Module, of: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a copy of a module without plans, as `copy` makes it; it is registered as one `of`."""
+    parts = list(model.__reduce_ex__(4))
+    parts[2:3] = [_without_plans(part) for part in parts[2:3]]
+    return copy._reconstruct(of, memo, *parts)  # type: ignore[attr-defined, no-any-return]
 
 
 # ---------------------------------------------------------------------- classes and views

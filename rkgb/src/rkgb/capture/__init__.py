@@ -18,10 +18,11 @@ from rkgb.capture.sizes import (
     record_other_backward,
     record_sizes,
 )
-from rkgb.capture.twin import geometry_of, twin_of
+from rkgb.capture.twin import Memo, geometry_of, twin_of
 
 __all__ = [
     "AskedKind",
+    "Memo",
     "SizedStep",
     "for_any_number",
     "for_same_numbers",

@@ -14,6 +14,7 @@ from torch import nn
 from rkgb.elements.effect import Effect, ObserverHook
 from rkgb.errors import SideEffectError
 from rkgb.guards.code_watch import CodeWatch
+from rkgb.guards.outside import Outside
 from rkgb.recording.recorder import Recorder
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks")
@@ -26,9 +27,14 @@ class HookWatch:
     """Watches the forward hooks in the submodules of a copy of a model."""
 
     def __init__(
-        self, recorder: Recorder, codes: CodeWatch, twin: nn.Module, known: Sequence[Effect] = ()
+        self,
+        recorder: Recorder,
+        codes: CodeWatch,
+        twin: nn.Module,
+        outside: Outside,
+        known: Sequence[Effect] = (),
     ) -> None:
-        self.recorder, self.codes = recorder, codes
+        self.recorder, self.codes, self.outside = recorder, codes, outside
         self.known = frozenset(known)  # observer hooks among them are not called again
         self.looks: list[tuple[ObserverHook, tuple[Any, ...]]] = []
         for path, module in twin.named_modules():
@@ -45,7 +51,7 @@ class HookWatch:
                 self.looks.append((look, args))
                 return None
             count, attributes = self.recorder.count, dict(vars(module))
-            with self.codes.apart() as ran:
+            with self.codes.apart() as ran, self.outside.knowing_the_module():
                 result = hook(module, *args)
             now = vars(module)
             same = len(now) == len(attributes) and all(now[n] is v for n, v in attributes.items())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rkgb.capture.backward import AskedKind
 from rkgb.capture.record import record
-from rkgb.capture.twin import deep_copy, uncopied
+from rkgb.capture.twin import Copies, Memo, deep_copy, uncopied
 from rkgb.device.chosen import device_of
 from rkgb.elements.op import Op, map_refs
 from rkgb.elements.sample import Sample, bind_inputs
@@ -161,7 +161,7 @@ def _bare_call(
     where = device_of(device).where
     # Torch warns about copies of tensors without content.
     with without_content() as mode, without_warnings(), _without_log():
-        made: dict[int, Any] = {id(mode): mode}
+        made = Memo({id(mode): mode})
 
         def bare(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -182,6 +182,7 @@ def _bare_call(
         leaves, structure = flatten(bind_inputs(inputs, kwargs))
         args, keywords = structure.unflatten([bare(leaf) for leaf in leaves])
         try:
-            yield twin, Sample.of(twin, args, keywords)
+            with Copies(model, twin, made).copied_again():
+                yield twin, Sample.of(twin, args, keywords)
         finally:
             forget_stand_ins()

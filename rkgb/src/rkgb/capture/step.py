@@ -92,7 +92,8 @@ class RecordedStep:
         parameters = {id(new): own[name] for name, new in self.twin.named_parameters()}
         self.facts = TensorFacts({**self.originals, **parameters})
         self.said = Said(self.twin, lambda: self.recorder.is_paused)
-        self.outside, self.remembers = Outside(self.twin), way.remembers
+        self.outside, self.remembers = Outside(self.twin, twin.copies.of), way.remembers
+        self.outside.takes_parameters = any(isinstance(t, nn.Parameter) for t in sample.leaves)
         places = self.places
         self.codes = CodeWatch(lambda: places.path, self.outside.note)
         # Code of the user's Functions and hooks that runs in the backward.
@@ -113,7 +114,8 @@ class RecordedStep:
         self.copies: list[Tensor] = []  # of mutated arguments
         self.hidden, self.settling = Hidden(self.twin, way.hidden), way.settling
         self.hooks = HookWatch(
-            self.recorder, self.codes, self.twin, () if known is None else known.effects
+            *(self.recorder, self.codes, self.twin, self.outside),
+            () if known is None else known.effects,
         )
 
     def _pieces(self, way: Way, asked: Asked) -> PieceRecorder:
@@ -168,7 +170,7 @@ class RecordedStep:
             no_reading(self.recorder),
             self.recorder.patched(self.functions),
             self.recorder,
-            contextlib.closing(self.outside),  # before patches are undone
+            contextlib.closing(self.outside.begin()),  # before patches are undone
         ):
             # Not a second mode, whose memory would be metered.
             self.recorder.kept_writes = KeptWrites(placed_parameters(self.twin))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
 import threading
 import types
+import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +19,10 @@ from torch import Tensor, nn
 
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import TraceError
-from rkgb.guards.contents import Untouched
+from rkgb.guards.contents import OF_MODULE, Untouched
 from rkgb.guards.entries import cell_content
 from rkgb.guards.loads import loads_of
+from rkgb.guards.outside import OutsideState
 from rkgb.torch_api.compiled_code import is_optimized, written_function
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.private.modes import mode_of
@@ -31,9 +35,19 @@ class Twin:
 
     module: nn.Module
     originals: Mapping[int, Any]  # id of a copy -> its original
+    copies: Copies  # by the originals
     tensors: Mapping[Hashable, Tensor]  # geometry of a copy of a tensor -> the tensor
     # Kept alive although the forward may replace them, so that no new object gets their id.
-    copies: tuple[Any, ...]
+    alive: tuple[Any, ...]
+
+    @contextlib.contextmanager
+    def known_outside(self) -> Iterator[nn.Module]:
+        """Yield the copy; where forwards were seen to know the module, they know it instead."""
+        outside = OutsideState(lends=True, copy_of=self.copies.of)
+        try:
+            yield self.module
+        finally:
+            outside.restore()
 
 
 def twin_of(model: nn.Module, own: Collection[str] = ()) -> Twin:
@@ -58,12 +72,13 @@ def twin_of(model: nn.Module, own: Collection[str] = ()) -> Twin:
         return tensor.detach().clone() if id(tensor) in buffers else tensor.detach()
 
     twin = deep_copy(model, memo, without_history)
-    hold_copies(twin, memo)
+    copies = Copies(model, twin, memo)
+    hold_copies(twin, copies, Copies(model, twin, memo, knows_model=False))
     kept_alive = memo.get(id(memo), [])  # deepcopy's own list of everything copied
     pairs = [(memo[id(old)], old) for old in kept_alive if id(old) in memo]
     tensors = {geometry_of(new): old for new, old in pairs if isinstance(new, Tensor)}
     originals = {id(new): old for new, old in pairs}
-    return Twin(twin, originals, tensors, tuple(new for new, _ in pairs))
+    return Twin(twin, originals, copies, tensors, tuple(new for new, _ in pairs))
 
 
 def geometry_of(tensor: Tensor) -> Hashable:
@@ -74,19 +89,30 @@ def geometry_of(tensor: Tensor) -> Hashable:
     return place, tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _memo(model: nn.Module) -> dict[int, Any]:
+class Memo(dict[int, Any]):
+    """Copies by the ids of originals, for deepcopy; views of one module have one copy."""
+
+    def __init__(self, known: Mapping[int, Any]) -> None:
+        super().__init__(known)
+        self.views: dict[int, list[int]] = {}  # of a module, by its id
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        for view in self.views.get(key, ()):
+            super().__setitem__(view, value)
+        super().__setitem__(key, value)
+
+
+def _memo(model: nn.Module) -> Memo:
     """Return copies, by id, that deepcopy must not make itself."""
     mode = mode_of(next(model.parameters(), None))
-    memo: dict[int, Any] = {id(mode): mode}  # the mode of tensors without content, shared by copies
+    memo = Memo({id(mode): mode})  # the mode of tensors without content, shared by copies
     for parameter in model.parameters():
         memo[id(parameter)] = leaf_of_kind(parameter, parameter.detach())
     memo.update(uncopied(model))
     return memo
 
 
-def deep_copy(
-    model: nn.Module, memo: dict[int, Any], copy_of: Callable[[Tensor], Tensor]
-) -> nn.Module:
+def deep_copy(model: nn.Module, memo: Memo, copy_of: Callable[[Tensor], Tensor]) -> nn.Module:
     """Return a deep copy; `copy_of` copies tensors with a history.
 
     `memo` has the copies of parameters. These get copies of their attributes: a step may set them.
@@ -94,6 +120,8 @@ def deep_copy(
     Raises:
         TraceError: the module cannot be copied.
     """
+    # What runs here may be a view without hooks, and parts of the model may know the model itself.
+    memo.views[id(model)] = [id(one) for one in _reached(model) if _is_view(one, model)]
     try:
         with _copying_histories(copy_of):
             for parameter in model.parameters():
@@ -105,6 +133,12 @@ def deep_copy(
             f"{type(model).__name__} cannot be deep-copied{_culprit(model, memo)} ({error}), which "
             "recording a step of it needs. Make the module copyable."
         ) from error
+
+
+def _is_view(value: Any, model: nn.Module) -> bool:
+    """Return whether a value is a module that shares its submodules with a model."""
+    is_module = issubclass(type(value), nn.Module)  # not `isinstance`, which asks objects
+    return is_module and vars(value).get("_modules") is model._modules
 
 
 def _copying_histories(copy_of: Callable[[Tensor], Tensor]) -> Patches:
@@ -153,6 +187,12 @@ def _place(model: nn.Module, value: Any) -> str:
 def _shared_parts(model: nn.Module) -> Iterator[Any]:
     """Yield the objects in attributes of a module that its copies must share."""
     shared = _shared_types()
+    return (value for value in _reached(model) if issubclass(type(value), shared))
+
+
+def _reached(model: nn.Module) -> Iterator[Any]:
+    """Yield the objects to which attributes of a module lead."""
+    shared = _shared_types()
     stack: list[Any] = [model]
     seen: dict[int, Any] = {}
     while stack:
@@ -161,14 +201,17 @@ def _shared_parts(model: nn.Module) -> Iterator[Any]:
         if id(value) in seen or issubclass(kind, (Tensor, type, str, bytes, int, float)):
             continue
         seen[id(value)] = value
+        yield value
         if issubclass(kind, shared):
-            yield value
-        elif issubclass(kind, Mapping):
+            continue
+        if issubclass(kind, Mapping):
             stack += [*value.keys(), *value.values()]
         elif issubclass(kind, (list, tuple, set, frozenset)):
             stack += value
         elif kind is types.MethodType:
             stack.append(value.__self__)
+        elif kind is functools.partial:
+            stack += [value.func, value.args, value.keywords]
         elif kind is not types.FunctionType:
             stack += getattr(value, "__dict__", {}).values()
 
@@ -189,11 +232,12 @@ def _culprit(model: nn.Module, memo: Mapping[int, Any]) -> str:
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
-def hold_copies(twin: nn.Module, copies: Mapping[int, Any]) -> None:
+def hold_copies(twin: nn.Module, copies: Copies, of_hooks: Copies) -> None:
     """Let functions among the attributes of `twin` refer to copies; compiled ones as written.
 
-    `copies` maps the id of an object to its copy. Backward hooks are called in steps, by modules
-    that run whole, and not while one is planned: others that do nothing take their places.
+    What hooks set on the whole model, they set in every step: these refer to it itself. Backward
+    hooks are called in steps, by modules that run whole, and not while one is planned: others that
+    do nothing take their places.
     """
     for module in twin.modules():
         for table in (module._backward_hooks, module._backward_pre_hooks):
@@ -201,7 +245,7 @@ def hold_copies(twin: nn.Module, copies: Mapping[int, Any]) -> None:
         for name, value in vars(module).items():
             if isinstance(value, dict):  # for example hooks
                 for key, held in list(value.items()):
-                    made = _with_copies(held, copies)
+                    made = _with_copies(held, of_hooks if name in OF_MODULE else copies)
                     if made is not held:  # a special dict may refuse to be written
                         value[key] = made
             elif not is_optimized(module):
@@ -212,26 +256,10 @@ def _look_at_nothing(_module: nn.Module, *_gradients: Any) -> None:
     """Take the place of a backward hook, so that there are the same nodes in the graph."""
 
 
-def _with_copies(value: Any, copies: Mapping[int, Any]) -> Any:
+def _with_copies(value: Any, copies: Copies) -> Any:
     written = written_function(value)
     value = value if written is None else written
-    return _Maker(copies).copy_of(value) if isinstance(value, _FUNCTIONS) else value
-
-
-def _leads_to(value: Any, copies: Mapping[int, Any]) -> bool:
-    """Return whether a function refers to a copied object, and none in it assigns outside."""
-    stack, seen, found = [value], {id(value)}, False
-    while stack:
-        function = stack.pop()
-        if isinstance(function, types.FunctionType) and loads_of(function.__code__).stores:
-            return False
-        for held in _held_by(function):
-            if isinstance(held, (nn.Module, Tensor)):
-                found |= id(held) in copies
-            elif isinstance(held, _FUNCTIONS) and id(held) not in seen:
-                seen.add(id(held))
-                stack.append(held)
-    return found
+    return copies.of(value) if isinstance(value, _FUNCTIONS) else value
 
 
 def _held_by(function: Any) -> Iterator[Any]:
@@ -245,31 +273,86 @@ def _held_by(function: Any) -> Iterator[Any]:
         yield from (function.__kwdefaults__ or {}).values()
 
 
-class _Maker:
-    """Rebuilds functions; functions that refer to each other are rebuilt once."""
+_around: ContextVar[Copies | None] = ContextVar("copies that are copied again", default=None)
 
-    def __init__(self, copies: Mapping[int, Any]) -> None:
-        self.copies = copies
-        self.made: dict[int, Any] = {}
 
-    def copy_of(self, value: Any) -> Any:
+class Copies:
+    """The copies of what a module holds; `memo` has them by the ids of the originals.
+
+    A function that refers to an original is rebuilt, once, to refer to the copy.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        twin: nn.Module,
+        memo: Mapping[int, Any],
+        *,
+        knows_model: bool = True,
+    ) -> None:
+        self._model, self._twin, self._memo = model, twin, memo
+        self._knows_model = knows_model
+        self._first: Copies | None = _around.get()
+        self._made: dict[int, tuple[Any, Any]] = {}  # functions, each with the rebuilt one
+
+    @contextlib.contextmanager
+    def copied_again(self) -> Iterator[None]:
+        """While active, copies of the copy are copies of these originals."""
+        around = _around.set(self)
+        try:
+            yield
+        finally:
+            _around.reset(around)
+
+    def of(self, value: Any) -> Any:
         """Return the copy of a value, a rebuilt function, or the value itself."""
+        if self._first is not None:
+            value = self._first.of(value)
+        if _is_view(value, self._model):
+            return self._twin if self._knows_model else value
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        if type(value) is tuple:
+            made: Any = tuple(map(self.of, value))
+            return made if any(a is not b for a, b in zip(made, value, strict=True)) else value
+        if type(value) is types.BuiltinMethodType and isinstance(value.__self__, Tensor):
+            made = self.of(value.__self__)
+            return value if made is value.__self__ else getattr(made, value.__name__)
+        if type(value) is weakref.ref:
+            made = self.of(held := value())
+            return value if made is held else weakref.ref(made)
         if not self._is_made_anew(value):
-            return self.copies.get(id(value), value)
-        if id(value) not in self.made:
-            if isinstance(value, types.MethodType):
-                owner = self.copy_of(value.__self__)
-                self.made[id(value)] = types.MethodType(self.copy_of(value.__func__), owner)
-            elif isinstance(value, functools.partial):
-                args = map(self.copy_of, value.args)
-                named = {name: self.copy_of(held) for name, held in value.keywords.items()}
-                self.made[id(value)] = functools.partial(self.copy_of(value.func), *args, **named)
-            else:
+            return value
+        if id(value) not in self._made:
+            if isinstance(value, types.FunctionType):
                 self._make(value)
-        return self.made[id(value)]
+            elif isinstance(value, types.MethodType):
+                bound = types.MethodType(self.of(value.__func__), self.of(value.__self__))
+                self._made[id(value)] = value, bound
+            else:
+                named = {name: self.of(held) for name, held in value.keywords.items()}
+                part = functools.partial(self.of(value.func), *map(self.of, value.args), **named)
+                self._made[id(value)] = value, part
+        return self._made[id(value)][1]
+
+    def _is_copied(self, value: Any) -> bool:
+        is_model = _is_view(value, self._model)
+        return self._knows_model if is_model else id(value) in self._memo
 
     def _is_made_anew(self, value: Any) -> bool:
-        return isinstance(value, _FUNCTIONS) and _leads_to(value, self.copies)
+        """Return whether a function refers to a copied object, and none in it assigns outside."""
+        stack, seen, found = [value], {id(value)}, False
+        while issubclass(type(value), _FUNCTIONS) and stack:
+            function = stack.pop()
+            if isinstance(function, types.FunctionType) and loads_of(function.__code__).stores:
+                return False
+            for held in _held_by(function):
+                if issubclass(type(held), (nn.Module, Tensor)):
+                    found = found or self._is_copied(held)
+                elif issubclass(type(held), _FUNCTIONS) and id(held) not in seen:
+                    seen.add(id(held))
+                    stack.append(held)
+        return found
 
     def _make(self, function: types.FunctionType) -> None:
         cells = function.__closure__ or ()
@@ -278,19 +361,19 @@ class _Maker:
         changed = {
             place: types.CellType()
             for place, value in held.items()
-            if id(value) in self.copies or self._is_made_anew(value)
+            if self._is_copied(value) or self._is_made_anew(value)
         }
         made = types.FunctionType(
             function.__code__,
             function.__globals__,
             function.__name__,
-            tuple(map(self.copy_of, function.__defaults__ or ())) or None,
+            tuple(map(self.of, function.__defaults__ or ())) or None,
             tuple(changed.get(id(cell), cell) for cell in cells),
         )
-        self.made[id(function)] = made  # before its references, which may refer back
+        self._made[id(function)] = function, made  # first, as what it refers to may refer back
         made.__dict__.update(function.__dict__)
         made.__module__, made.__qualname__ = function.__module__, function.__qualname__
         named = function.__kwdefaults__
-        made.__kwdefaults__ = named and {n: self.copy_of(value) for n, value in named.items()}
+        made.__kwdefaults__ = named and {n: self.of(value) for n, value in named.items()}
         for place, cell in changed.items():
-            cell.cell_contents = self.copy_of(held[place])
+            cell.cell_contents = self.of(held[place])

@@ -9,12 +9,13 @@ import contextlib
 import copy
 import functools
 import io
+import operator
 import random
 import sys
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextvars import Context, ContextVar
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -41,7 +42,9 @@ from rkgb.torch_api.patches import meant
 from rkgb.torch_api.private.scripted import ScriptFunction, anew
 from rkgb.torch_api.quiet import without_warnings
 
-CONTAINERS = (list, dict, set, deque)
+# What keeps no key, or no value, alive.
+_WEAK_DICTS = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+CONTAINERS = (list, dict, set, deque, weakref.WeakSet, *_WEAK_DICTS)
 OF_MODULE = frozenset(vars(nn.Module()))  # attributes that every module has
 # Of Python's own, which hold what users put there.
 _BAGS = frozenset(("collections", "_thread", "_contextvars"))
@@ -105,38 +108,39 @@ def is_same(a: Any, b: Any) -> bool:
 
 def has_content(value: Any) -> bool:
     """Whether a value is a container or an array, which may hold something else later."""
-    return isinstance(value, CONTAINERS) or can_be_written(value)
+    return issubclass(type(value), CONTAINERS) or can_be_written(value)
 
 
 def content_of(container: Any) -> Any:
     """Return a shallow copy of a container or an array, to compare with later."""
-    if not isinstance(container, CONTAINERS):
+    if not issubclass(type(container), CONTAINERS):
         return bytes_of(container, MOST_BYTES)
-    # A dict may be of a kind that makes what it is asked for.
-    return dict(pairs_of(container)) if isinstance(container, dict) else list(container)
+    if isinstance(container, dict):  # it may be of a kind that makes what it is asked for
+        return dict(pairs_of(container))
+    return dict(container) if isinstance(container, _WEAK_DICTS) else list(container)
 
 
 def same_content(a: Any, b: Any) -> bool:
     """Whether two contents hold the same objects in the same places."""
     if not isinstance(b, (dict, list)):
         return bool(a == b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(value is b[key] for key, value in a.items())
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict) and isinstance(b, dict):
+        a, b = [*a, *a.values()], [*b, *b.values()]
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def put_back(container: Any, content: Any) -> None:
     """Let a container hold what it held."""
     if same_content(content_of(container), content):
         return
-    if not isinstance(container, CONTAINERS):
+    if not issubclass(type(container), CONTAINERS):
         write(container, content)
     else:
         container.clear()
-        if isinstance(container, (dict, set)):
-            container.update(content)
-        else:
+        if isinstance(container, (list, deque)):
             container.extend(content)
+        else:
+            container.update(content)
 
 
 class Reached:
@@ -162,6 +166,8 @@ class Reached:
                 value = value.__repr__.__self__
             except ReferenceError:  # it is gone
                 return
+        elif issubclass(type(value), weakref.ref):
+            value = value()
         if value is None or id(value) in self.owners:
             return
         if isinstance(value, _CLOSED):
@@ -186,10 +192,10 @@ class Reached:
             self.keys += [key for key in value if not isinstance(key, _MADE_ANEW)]
         if can_be_written(value):
             self.owners[id(value)] = value
-        elif isinstance(value, CONTAINERS):
+        elif issubclass(type(value), CONTAINERS):
             self.owners[id(value)] = value
-            items = [*dict.values(value)] if isinstance(value, dict) else [*value]
-            self._add_all(items if len(items) <= _LONG else [], depth)
+            content = content_of(value) if len(value) <= _LONG else ()
+            self._add_all(content.values() if isinstance(content, dict) else content, depth)
         elif isinstance(value, (tuple, frozenset)):
             self._add_all(value, depth)
         elif isinstance(value, functools.partial):
@@ -227,8 +233,11 @@ class Contents:
     module of which some names count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copy_of: Callable[[Any], Any] | None = None) -> None:
         self._held: dict[tuple[int, str | None], tuple[Any, Any]] = {}
+        self.copy_of = copy_of  # of what the module holds, if a copy of the module runs
+        self._originals: dict[int, tuple[Any, Any]] = {}  # by the ids of copies, which they have
+        self._knowing: list[tuple[Any, str | None]] = []  # owners to which such copies are lent
         self._copies: list[tuple[Any, Any, Any]] = []  # kept: owner, place, and copy
         # Functions that remember results, by identity: each with those that they had.
         self.caches: dict[int, tuple[Any, Collection[Any]]] = {}
@@ -238,26 +247,56 @@ class Contents:
     ) -> None:
         """Keep what an owner holds, or what it holds by a name, if that is new.
 
-        If it `lends`, copies take the places of what changes by being used; if it `keeps` them,
-        they do so later.
+        If it `lends`, copies take the places of what changes by being used, and of what the module
+        holds; if it `keeps` them, they do so later.
         """
         key = id(owner), name
         if key in self._held:
             return
         content = _content(owner, name)
         self._held[key] = owner, content
-        if not (lends or keeps):
+        is_own = self.copy_of is not None and self.copy_of(owner) is not owner
+        if not (lends or keeps) or is_own:  # nobody gets to a part of the module itself
             return
         places: Iterable[tuple[Any, Any]] = ()
-        if name is not None or isinstance(owner, CellType):
+        if lends and name is None and issubclass(type(owner), CONTAINERS):
+            new = _each(content, self._copied)
+            put_back(owner, new)
+            parts = (*new, *new.values()) if isinstance(new, dict) else new
+            if any(id(part) in self._originals for part in parts):
+                self._knowing.append((owner, name))
+        elif name is not None or isinstance(owner, CellType):
             places = ((name, content),)
         elif isinstance(content, dict):
             places = content.items()
         elif isinstance(owner, list):
             places = enumerate(content)
-        copies = [(owner, place, copied(value)) for place, value in places if is_used_up(value)]
+        pairs = ((place, value, self._copied(value)) for place, value in places)
+        copies = [(owner, place, copy_) for place, value, copy_ in pairs if copy_ is not value]
+        if any(id(copy_) in self._originals for _, _, copy_ in copies):
+            self._knowing.append((owner, name))
         self._copies += copies if keeps else []
         _lend(() if keeps else copies)
+
+    def _copied(self, value: Any) -> Any:
+        """Return what takes the place of a value: a copy, or the value itself."""
+        if is_used_up(value):
+            return copied(value)
+        if self.copy_of is None or (found := self.copy_of(value)) is value:
+            return value
+        self._originals[id(found)] = value, found
+        return found
+
+    def is_lent(self, value: Any) -> bool:
+        """Whether a value is a copy that was lent for a part of the module."""
+        return id(value) in self._originals
+
+    def _meant(self, value: Any) -> Any:
+        """Return the original of a copy that was lent, or the value itself."""
+        return self._originals.get(id(value), (value,))[0]
+
+    def _all_meant(self, content: Any) -> Any:
+        return _each(content, self._meant) if self._originals else content
 
     def add_caches(self, caches: Iterable[Any]) -> None:
         """Let functions forget later what they compute from now on."""
@@ -280,6 +319,10 @@ class Contents:
             now.add(owner, name, lends=False)
         return now
 
+    def lent(self) -> Sequence[tuple[Any, str | None]]:
+        """Return the owners that hold parts of the module, to which copies were lent."""
+        return self._knowing
+
     def lend(self) -> None:
         """Put everything back, and the copies that were kept, each for once."""
         self.restore()
@@ -296,13 +339,13 @@ class Contents:
         """Yield the owners that hold something else, but for copies that were lent."""
         for (_, name), (owner, content) in self._held.items():
             now = _content(owner, name)
-            if isinstance(content, (dict, list)) and name is None:
-                if not _alike(owner, now, content):
+            if isinstance(content, (dict, list)) and not (name or isinstance(owner, CellType)):
+                if not _alike(owner, self._all_meant(now), content):
                     yield owner, name
             elif name is None and isinstance(content, bytes):
                 if now != content:
                     yield owner, name
-            elif now is not content and not is_used_up(content):
+            elif self._meant(now) is not content and not is_used_up(content):
                 yield owner, name
 
     def used_up(self) -> Iterator[tuple[Any, str | None]]:
@@ -334,6 +377,12 @@ class Contents:
                     value = content.get(own, ABSENT)
                     if now.get(own, ABSENT) is not value:
                         _set(owner, own, value)
+
+
+def _each(content: dict[Any, Any] | list[Any], of: Callable[[Any], Any]) -> Any:
+    if isinstance(content, dict):
+        return {of(key): of(value) for key, value in content.items()}
+    return [*map(of, content)]
 
 
 def _lend(copies: Iterable[tuple[Any, Any, Any]]) -> None:

@@ -8,10 +8,10 @@ may ask that runs whole, on the user's own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from rkgb.guards.code_watch import Seen
 from rkgb.guards.contents import Reached
@@ -28,11 +28,15 @@ def identity(value: Any) -> int:
 
 
 def identities_asked(
-    seen: Iterable[Seen], copies: Mapping[int, Any], inside: Collection[int]
+    seen: Iterable[Seen],
+    copies: Mapping[int, Any],
+    inside: Collection[int],
+    is_own: Callable[[Any, Collection[int]], bool],
 ) -> Iterator[tuple[str, str]]:
     """Yield the submodules whose functions compare so, each with the words for it.
 
-    `copies` are the originals of what the module holds, by the identity of their copies.
+    `copies` are the originals of what the module holds, by the identity of their copies. Of what
+    `is_own`, a copy would be another object.
     """
     own = frozenset(map(identity, copies.values()))
     for one in seen:
@@ -42,7 +46,7 @@ def identities_asked(
             reached.add(value := source.read())
             held = (value, *reached.closed, *reached.owners.values())
             if (
-                (IS in asks and any(isinstance(v, Tensor) or identity(v) in own for v in held))
+                (IS in asks and any(is_own(v, own) for v in held))
                 or (IN in asks and any(_holds(v, own) for v in held))
                 or (EQUALS in asks and isinstance(source.owner, dict) and identity(value) in own)
             ):

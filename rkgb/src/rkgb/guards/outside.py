@@ -10,7 +10,7 @@ import contextlib
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
@@ -66,11 +66,12 @@ def note_written(tensor: Tensor) -> None:
 class OutsideState:
     """What is in the places that forwards were seen to change, to be put back.
 
-    If it `lends`, copies take the places of what changes by being used.
+    If it `lends`, copies take the places of what changes by being used, and of what a module holds
+    that runs as a copy: `copy_of` returns its parts.
     """
 
-    def __init__(self, *, lends: bool = False) -> None:
-        self._contents = Contents()
+    def __init__(self, *, lends: bool = False, copy_of: Callable[[Any], Any] | None = None) -> None:
+        self._contents = Contents(copy_of)
         self._contents.add_caches(_caches)
         _kept.difference_update(
             cached for cached, known in self._contents.caches.values() if not known
@@ -78,20 +79,7 @@ class OutsideState:
         held = [t for ref in _written.values() if (t := ref()) is not None]
         with unwatched() if held else contextlib.nullcontext(), torch.no_grad():
             self._tensors = [(t, t.detach().clone(), t._version) for t in held]
-        # Whoever looks at calls in this thread looks at the user's: copying is none of theirs.
-        looking = sys.getprofile()
-        sys.setprofile(None)
-        try:
-            for owned, name in _changing.values():
-                if (owner := owned()) is not None:
-                    self._contents.add(owner, name, lends=lends)
-            for source, attributes in _leading.values():
-                reached = Reached(attributes)
-                reached.add(source.read())
-                for owner in reached.owners.values():
-                    self._contents.add(owner, lends=lends)
-        finally:
-            set_profile(looking)
+        _add_known(self._contents, lends=lends)
 
     def restore(self) -> None:
         """Put it back."""
@@ -104,12 +92,35 @@ class OutsideState:
                 set_version(tensor, version)
 
 
-class Outside:
-    """What the functions that run lead to, as it was before."""
+def _add_known(contents: Contents, *, lends: bool) -> None:
+    """Add what is in the places that forwards were seen to change."""
+    # Whoever looks at calls in this thread looks at the user's: copying is none of theirs.
+    looking = sys.getprofile()
+    sys.setprofile(None)
+    try:
+        for owned, name in _changing.values():
+            if (owner := owned()) is not None:
+                contents.add(owner, name, lends=lends)
+        for source, attributes in _leading.values():
+            reached = Reached(attributes)
+            reached.add(source.read())
+            for owner in reached.owners.values():
+                contents.add(owner, lends=lends)
+    finally:
+        set_profile(looking)
 
-    def __init__(self, twin: nn.Module) -> None:
-        self.contents = Contents()
+
+class Outside:
+    """What the functions that run lead to, as it was before.
+
+    `copy_of` returns the copy of what a module holds, of which `twin` is a copy: where the module
+    is known outside of it, copies are lent while the twin runs.
+    """
+
+    def __init__(self, twin: nn.Module, copy_of: Callable[[Any], Any] | None = None) -> None:
+        self.contents = Contents(copy_of)
         self.held = Contents()  # of the copy of the module
+        self.takes_parameters = False  # among its arguments
         self.remembers = False  # whether functions have new results, which later calls read
         self._twin, self._inside = twin, {*map(id, twin.modules())}
         self._paths: dict[int, tuple[str, str]] = {}  # of owners: module, and attribute
@@ -118,7 +129,7 @@ class Outside:
         for path, module in twin.named_modules():
             for name, value in vars(module).items():
                 if name not in OF_MODULE and value is not None:
-                    reached = Reached(frozenset())
+                    reached = Reached(frozenset(), self._inside)
                     reached.add(value)
                     if has_content(value):
                         self._direct.add(id(value))
@@ -141,7 +152,8 @@ class Outside:
             values = frame.f_locals
             for name in code.co_freevars:
                 reached.add(values.get(name))
-            if reached.used or not loads.stores.keys().isdisjoint(code.co_freevars):
+            of_cells = reached.used or reached.closed
+            if of_cells or not loads.stores.keys().isdisjoint(code.co_freevars):
                 for cell in _cells(seen, values):
                     self.contents.add(cell)
         named_so = [seen.globals.get(code.co_name)]  # or what remembers for it
@@ -193,8 +205,23 @@ class Outside:
         """From now on, `OutsideState` puts back what has changed, or changes by being used."""
         _put_back_from_now_on((*self.contents.changed(), *self.contents.used_up()))
 
+    @contextlib.contextmanager
+    def knowing_the_module(self) -> Iterator[None]:
+        """While active, no copies are lent: an observer hook sets what it sets in every step."""
+        copy_of, self.contents.copy_of = self.contents.copy_of, None
+        try:
+            yield
+        finally:
+            self.contents.copy_of = copy_of
+
+    def begin(self) -> Outside:
+        """Lend copies in the places that are known: parts that run whole put back what is there."""
+        _add_known(self.contents, lends=True)
+        return self
+
     def close(self) -> None:
         """Put everything back."""
+        _put_back_from_now_on(self.contents.lent())
         self.contents.restore()
 
     def refuse(self, seen: Collection[Seen], copies: Mapping[int, Any]) -> None:
@@ -267,7 +294,8 @@ class Outside:
         changed = {id(owner) for owner, _ in self.held.changed()}
         for owner, content in self.held.held():
             if id(owner) in changed:
-                has_places = isinstance(content, dict) and not isinstance(owner, type)
+                has_places = isinstance(content, dict) and type(owner).__module__ != "weakref"
+                has_places = has_places and not isinstance(owner, type)
                 known = content if has_places else None
                 yield owner, known, self._paths[id(owner)][0]
 
@@ -285,7 +313,7 @@ class Outside:
         _put_back_from_now_on(changed)
         owners = {(id(owner), name) for owner, name in changed}
         # What runs whole looks its own modules up; a recording's are copies.
-        own = frozenset() if of_piece else frozenset(map(id, copies.values()))
+        own = frozenset() if of_piece else frozenset(map(identity, copies.values()))
         for key, source in sources.places.items():
             reached, value = Reached(sources.attributes, self._inside), source.read()
             reached.add(value)
@@ -302,7 +330,7 @@ class Outside:
                 _leading.setdefault(key, (source, sources.attributes))
             elif reached.long:
                 text = f"reads the {source.told}, which is too long to be compared at every call"
-            elif own and any(isinstance(k, Tensor) or id(k) in own for k in reached.keys):
+            elif own and any(self._is_own(k, own) for k in reached.keys):
                 text = f"{_LOOKS_UP} the {source.told} leads to"
             if text:
                 yield max(sources.paths[key]), f"{text} ({source.where})"
@@ -312,10 +340,18 @@ class Outside:
         if of_piece:
             yield from self._of_modules(sources, paths, self._direct)
         else:
-            yield from identities_asked(seen, copies, self._inside)
+            yield from identities_asked(seen, copies, self._inside, self._is_own)
             # A forward may reach into any module, also one that it does not call.
             every = {path for path, _ in self._twin.named_modules()}
             yield from self._of_modules(sources, every, frozenset())
+
+    def _is_own(self, value: Any, own: Container[int]) -> bool:
+        """Whether a value may be the module's own, or an argument, while a copy runs on others."""
+        if self.contents.is_lent(value):
+            return False
+        if isinstance(value, Tensor):
+            return self.takes_parameters or not isinstance(value, nn.Parameter)
+        return identity(value) in own
 
     def _keep(self, source: Source, reached: Reached) -> None:
         """Remember where something is that changes by being used."""
@@ -341,7 +377,7 @@ class Outside:
         for kind, path in kinds.items():
             reached = Reached(sources.attributes)
             reached.add(kind)
-            if any(id(part) in own for part in reached.keys):
+            if own and any(self._is_own(key, own) for key in reached.keys):
                 yield path, f"{_LOOKS_UP} the class {kind.__qualname__} leads to"
             if any((id(owner), None) in owners for owner in reached.owners.values()):
                 source = Source(partial(_itself, kind), "", "", "")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -58,8 +59,8 @@ def eager_step(
         try:
             if network is not None:
                 return _plain_step(model, sample, network.basic, keep)
-            twin = _twin(model, sample, written)
-            return run_step(twin, twin, sample, keep=keep, losses=losses)
+            with _twin(model, sample, written) as twin:
+                return run_step(twin, twin, sample, keep=keep, losses=losses)
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -80,9 +81,10 @@ def _plain_step(
     change: Callable[[nn.Module], nn.Module] = lambda twin: twin,
 ) -> StepResult:
     """Run the plain step of a recorded one, on a copy."""
-    twin = change(without_looks(_twin(model, sample, basic.written_parameters), basic.effects))
     own = _own_copies(sample, basic.effects)
-    return run_step(twin, twin, own, keep=keep, losses=basic.kind.is_of_losses)
+    with _twin(model, sample, basic.written_parameters) as copied:
+        twin = change(without_looks(copied, basic.effects))
+        return run_step(twin, twin, own, keep=keep, losses=basic.kind.is_of_losses)
 
 
 def _own_copies(sample: Sample, effects: Sequence[Effect]) -> Sample:
@@ -93,10 +95,11 @@ def _own_copies(sample: Sample, effects: Sequence[Effect]) -> Sample:
     return sample.with_leaves(tuple(leaves)) if written else sample
 
 
-def _twin(model: nn.Module, sample: Sample, written: Collection[str]) -> nn.Module:
-    twin = twin_of(model, written).module
-    sample.set_attributes(twin)
-    return twin
+@contextlib.contextmanager
+def _twin(model: nn.Module, sample: Sample, written: Collection[str]) -> Iterator[nn.Module]:
+    with twin_of(model, written).known_outside() as twin:
+        sample.set_attributes(twin)
+        yield twin
 
 
 def without_looks(twin: nn.Module, effects: Sequence[Effect]) -> nn.Module:
@@ -179,15 +182,15 @@ def _tested(
 
 
 def _planned_step(planned: Planned, model: nn.Module, sample: Sample, keep: Keep) -> StepResult:
-    twin = _twin(model, sample, planned.written)
+    with _twin(model, sample, planned.written) as twin:
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        leaves = tuple(flatten((args, {**kwargs, **sample.attributes}))[0])
-        basic = planned.network.basic
-        return planned.run(twin, external_values(basic, twin, leaves), leaves, looks=False)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            leaves = tuple(flatten((args, {**kwargs, **sample.attributes}))[0])
+            basic = planned.network.basic
+            return planned.run(twin, external_values(basic, twin, leaves), leaves, looks=False)
 
-    own = _own_copies(sample, planned.effects)
-    return run_step(call, twin, own, keep=keep, losses=planned.is_for_losses)
+        own = _own_copies(sample, planned.effects)
+        return run_step(call, twin, own, keep=keep, losses=planned.is_for_losses)
 
 
 def _test_of_pieces(
