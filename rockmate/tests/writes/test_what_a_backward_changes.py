@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from oracles.training import assert_same_gradients
-from rockmate import Rockmate
+from rockmate import Rockmate, apply_to_blocks
 
 _seen: list[int] = []
 _kept: dict[str, Tensor] = {}
@@ -136,3 +136,37 @@ def test_planning_a_part_that_runs_whole_changes_nothing(name: str) -> None:
     for step in range(1, 3):
         planned(torch.randn(4, 16)).sum().backward()
         assert inner.count + inner._count + len(inner.list) + len(_seen) in (0, step)
+
+
+class Free(nn.Module):
+    """Blocks that are planned, and a part that is none of them."""
+
+    def __init__(self, work: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.blocks = Net(work), nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("name", ["list outside", "gradient outside"])
+def test_planning_by_blocks_changes_nothing_outside(name: str) -> None:
+    torch.manual_seed(0)
+    model = Free(CHANGES[name])
+    twin = copy.deepcopy(model)
+    _seen.clear()
+    _kept.clear()
+    apply_to_blocks(model, torch.randn(4, 16), "1MiB", cost="flops", blocks=["Linear"])
+    assert (_seen, _kept) == ([], {})
+    for _ in range(2):
+        x, found = torch.randn(4, 16), []
+        for module in (model, twin):
+            _seen.clear()
+            module.zero_grad()
+            module(x).square().sum().backward()
+            found.append(([*_seen], [*_kept]))
+        assert found[0] == found[1]
+        assert_same_gradients(model, twin)

@@ -66,14 +66,6 @@ def run_step(model: nn.Module, call: Call, device: torch.device) -> None:
         _run(model, call, Marker())
 
 
-def _watching_hooks(
-    model: nn.Module, leaves: Sequence[Tensor]
-) -> contextlib.AbstractContextManager[None]:
-    """Find what hooks on gradients of leaves change in a backward: no forward calls them."""
-    hooked = any(leaf._backward_hooks for leaf in leaves)
-    return finding_what_changes(model) if hooked else contextlib.nullcontext()
-
-
 def find_what_changes(
     model: nn.Module, calls: Sequence[Call], team: Team, device: torch.device
 ) -> None:
@@ -170,7 +162,8 @@ def _run(model: nn.Module, call: Call, marker: Marker) -> None:
     del results
     leaves = _leaves(model)
     is_metered = marker.span is not None
-    with contextlib.nullcontext() if is_metered else _watching_hooks(model, leaves):
+    # What Python of a backward changes outside: hooks, and backwards of Functions.
+    with contextlib.nullcontext() if is_metered else finding_what_changes(model):
         seed_backward(losses_among(wanted), {*map(id, leaves)})
     del wanted
     marker(END)
