@@ -43,9 +43,10 @@ class Twin:
     @contextlib.contextmanager
     def known_outside(self) -> Iterator[nn.Module]:
         """Yield the copy; where forwards were seen to know the module, they know it instead."""
-        outside = OutsideState(lends=True, copy_of=self.copies.of)
+        outside, module = OutsideState(lends=True, copy_of=self.copies.of), self.module
+        del self  # a step frees copies that it replaces
         try:
-            yield self.module
+            yield module
         finally:
             outside.restore()
 

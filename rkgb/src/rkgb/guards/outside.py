@@ -80,6 +80,7 @@ class OutsideState:
         with unwatched() if held else contextlib.nullcontext(), torch.no_grad():
             self._tensors = [(t, t.detach().clone(), t._version) for t in held]
         _add_known(self._contents, lends=lends)
+        self._contents.copy_of = None  # which keeps all copies alive
 
     def restore(self) -> None:
         """Put it back."""
