@@ -46,6 +46,7 @@ LAYERS = {
         "elements",
         "copies",
         "guards",
+        "outside",
         "module_state",
         "graphs",
         "recording",
@@ -113,7 +114,7 @@ DOOR_LAYER = 1000  # of the files on top of a folder of scripts, and of its test
 # Each stage of rkgb is a door, for the names in `__all__` of its `__init__.py`.
 RKGB_STAGES = (
     *("rkgb.torch_api", "rkgb.device", "rkgb.elements", "rkgb.copies", "rkgb.guards"),
-    *("rkgb.module_state", "rkgb.graphs", "rkgb.opaque"),
+    *("rkgb.outside", "rkgb.module_state", "rkgb.graphs", "rkgb.opaque"),
     *("rkgb.recording", "rkgb.safeguards", "rkgb.capture", "rkgb.run", "rkgb.compiled"),
     "rkgb.rows",
     "rkgb.costs",

@@ -34,8 +34,8 @@ class _Seeing:
 def freeze() -> None:
     """Let no later collection visit what is alive now."""
     if not _functions and importlib.util.find_spec("rkgb") is not None:
-        for name in ("outside", "sources"):
-            vars(importlib.import_module(f"rkgb.guards.{name}"))["gc"] = _Seeing()
+        for name in ("outside.changes", "guards.sources"):
+            vars(importlib.import_module(f"rkgb.{name}"))["gc"] = _Seeing()
     gc.collect()
     # No `isinstance`: it asks objects for their class, and some of torch answer with warnings.
     _functions.extend(found for found in gc.get_objects() if type(found) is FunctionType)

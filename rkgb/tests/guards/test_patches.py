@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rkgb.capture.record import make_B
 from rkgb.errors import SideEffectError
-from rkgb.guards.contents import Contents
+from rkgb.outside.contents import Contents
 from rkgb.torch_api.patches import Patches, meant
 
 

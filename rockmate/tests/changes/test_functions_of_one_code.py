@@ -211,8 +211,9 @@ def test_classes_that_share_a_method_have_their_own_lists() -> None:
 
 
 def test_functions_that_were_frozen_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("outside", "sources"):  # where tests see what they have frozen themselves
-        monkeypatch.setattr(f"rkgb.guards.{name}.gc", gc)
+    # Where tests see what they have frozen themselves.
+    for name in ("outside.changes", "guards.sources"):
+        monkeypatch.setattr(f"rkgb.{name}.gc", gc)
     counted, set_scale = _counter_and_a_setter(1.0)
     model = Calls(counted)
     gc.freeze()

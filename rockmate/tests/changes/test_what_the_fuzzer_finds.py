@@ -11,6 +11,8 @@ from unittest import mock
 import pytest
 
 import rkgb.capture.step
+import rkgb.outside.contents
+import rkgb.outside.reached
 import rockmate.calls.planned_module
 import rockmate.networks.executables
 import rockmate.networks.planned
@@ -19,10 +21,9 @@ from fuzz.case import Block, Case, Event, Layer, Network
 from rkgb.device.rng import RngState
 from rkgb.elements.effect import Assign
 from rkgb.graphs.basic import BasicGraph
-from rkgb.guards import contents
-from rkgb.guards.outside import Outside
 from rkgb.module_state.kept_writes import KeptWrites
 from rkgb.opaque.call import Call
+from rkgb.outside.changes import Outside
 from rockmate.guards.snapshot import Snapshot
 from rockmate.runtime.executable import Executable
 from rockmate.runtime.steps.saved_tensors import SavedTensors
@@ -64,6 +65,7 @@ _NO_CONTENTS = (
     (rockmate.networks.planned, "_all_contents", _gives(None)),
 )
 _NO_COPIES = ((BasicGraph, "written_roots", frozenset()), *_NO_VERSIONS, *_NO_CONTENTS)
+_NOTHING_LENT = ((rkgb.outside.contents, "is_used_up", _gives(False)),)
 _NO_PARAMETERS_BACK = ((KeptWrites, "restore", _gives(None)),)
 
 
@@ -88,7 +90,8 @@ FAULTS = {
         _changed("kept tensor"), ((Snapshot, "kept", _gives({})),)
     ),
     "an iterator": Fault(
-        _case("global iterator", *_STEPS), ((contents, "is_used_up", _gives(False)),)
+        _case("global iterator", *_STEPS),
+        ((rkgb.outside.reached, "is_used_up", _gives(False)), *_NOTHING_LENT),
     ),
     "a counter outside": Fault(
         _case("global counter", *_STEPS), ((Outside, "reasons", lambda *a, **k: iter(())),)

@@ -284,8 +284,8 @@ def _line_of(file):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", READS)
 def test_planning_calls_of_other_sizes_advances_nothing(name, monkeypatch):
-    monkeypatch.setattr("rkgb.guards.outside._changing", {})  # what other tests have shown
-    monkeypatch.setattr("rkgb.guards.outside._leading", {})
+    monkeypatch.setattr("rkgb.outside.known._changing", {})  # what other tests have shown
+    monkeypatch.setattr("rkgb.outside.known._leading", {})
 
     def train(made):
         WORLD.begin()
@@ -524,8 +524,8 @@ def _late(read):
 
 
 def _around(read, monkeypatch):
-    monkeypatch.setattr("rkgb.guards.outside._changing", {})  # what other tests have shown
-    monkeypatch.setattr("rkgb.guards.outside._leading", {})
+    monkeypatch.setattr("rkgb.outside.known._changing", {})  # what other tests have shown
+    monkeypatch.setattr("rkgb.outside.known._leading", {})
     torch.manual_seed(0)
     last = nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 8)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Again(read), nn.Tanh(), *last)

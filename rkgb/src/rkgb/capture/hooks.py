@@ -14,7 +14,7 @@ from torch import nn
 from rkgb.elements.effect import Effect, ObserverHook
 from rkgb.errors import SideEffectError
 from rkgb.guards.code_watch import CodeWatch
-from rkgb.guards.outside import Outside
+from rkgb.outside.changes import Outside
 from rkgb.recording.recorder import Recorder
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks")

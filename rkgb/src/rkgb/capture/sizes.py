@@ -19,7 +19,7 @@ from rkgb.elements.op import Op, map_refs
 from rkgb.elements.sample import Sample, bind_inputs
 from rkgb.elements.trees import flatten
 from rkgb.graphs.basic import BackwardKind, BasicGraph
-from rkgb.guards.outside import forget_stand_ins
+from rkgb.outside.known import forget_stand_ins
 from rkgb.torch_api.private.modes import without_content
 from rkgb.torch_api.quiet import without_warnings
 from rkgb.torch_api.tensor_facts import leaf_of_kind, placed_parameters

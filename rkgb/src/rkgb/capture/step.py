@@ -40,10 +40,10 @@ from rkgb.errors import (
 from rkgb.graphs.basic import BackwardKind, BasicGraph, Metered
 from rkgb.guards.code_watch import CodeWatch, Seen
 from rkgb.guards.loads import ANY, loads_of
-from rkgb.guards.outside import Outside
-from rkgb.guards.readable import Readable
 from rkgb.guards.sources import ReadInBackward, Sources
 from rkgb.module_state.kept_writes import KeptWrites, ParameterPlaces
+from rkgb.outside.changes import Outside
+from rkgb.outside.readable import Readable
 from rkgb.recording.facts import TensorFacts
 from rkgb.recording.places import Places
 from rkgb.recording.repeated import KERNEL

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import TraceError
-from rkgb.guards.contents import OF_MODULE, Untouched
 from rkgb.guards.entries import cell_content
 from rkgb.guards.loads import loads_of
-from rkgb.guards.outside import OutsideState
+from rkgb.outside.held import OF_MODULE
+from rkgb.outside.known import OutsideState
+from rkgb.outside.used_up import Untouched
 from rkgb.torch_api.compiled_code import is_optimized, written_function
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.private.modes import mode_of

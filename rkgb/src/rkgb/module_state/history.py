@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rkgb.guards.contents import OF_MODULE
+from rkgb.outside.held import OF_MODULE
 from rkgb.torch_api.private.tables import pytree
 
 

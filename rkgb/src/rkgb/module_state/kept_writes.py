@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rkgb.elements.spread import memory_of
 from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import SideEffectError
-from rkgb.guards.outside import note_written
+from rkgb.outside.known import note_written
 from rkgb.torch_api.private.autograd import set_version
 from rkgb.torch_api.private.modes import DispatchMode
 from rkgb.torch_api.private.tables import pytree

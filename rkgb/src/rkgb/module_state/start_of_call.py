@@ -16,9 +16,13 @@ from torch import Tensor, nn
 from rkgb.device.rng import KeptGenerators
 from rkgb.elements.tensor_info import same_values
 from rkgb.guards.code_watch import CodeWatch
-from rkgb.guards.contents import OF_MODULE, Contents, Reached, has_content, is_used_up
-from rkgb.guards.outside import Outside, OutsideState
-from rkgb.guards.readable import Readable
+from rkgb.outside.changes import Outside
+from rkgb.outside.contents import Contents
+from rkgb.outside.held import OF_MODULE, has_content
+from rkgb.outside.known import OutsideState
+from rkgb.outside.reached import Reached
+from rkgb.outside.readable import Readable
+from rkgb.outside.used_up import is_used_up
 from rkgb.torch_api.compiled_code import uncompiled
 from rkgb.torch_api.private.autograd import set_version
 

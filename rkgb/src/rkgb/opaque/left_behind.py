@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from rkgb.device.rng import RngState
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten, holds_tensors
 from rkgb.errors import NotRecordedError, SideEffectError
-from rkgb.guards.contents import OF_MODULE
 from rkgb.module_state.kept_writes import KeptWrites, ParameterPlaces
 from rkgb.module_state.start_of_call import BufferContents, Lent, ModuleState
 from rkgb.opaque.call import Call, changes_arguments, run_call, taken_apart
+from rkgb.outside.held import OF_MODULE
 from rkgb.recording.facts import FactWatch, TensorFacts, refuse_result
 from rkgb.torch_api.by_values import noting_calls
 from rkgb.torch_api.compiled_code import BRANCHES

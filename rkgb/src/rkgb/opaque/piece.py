@@ -26,11 +26,11 @@ from rkgb.elements.target import OpCost, Target, running_model
 from rkgb.elements.tensor_info import storage_id
 from rkgb.elements.trees import Structure
 from rkgb.errors import OpaquePieceError, shown
-from rkgb.guards.readable import Readable
 from rkgb.module_state.start_of_call import FirstRun
 from rkgb.opaque.call import Call, Given, Place, TensorKind, run_call, same_plain_value, taken_apart
 from rkgb.opaque.gradients import added, gradients_of
 from rkgb.opaque.inner_graph import InnerGraph
+from rkgb.outside.readable import Readable
 from rkgb.safeguards.traces import without_traces
 
 # Strides of the gradients of a call's differentiable results; None if they do not matter.

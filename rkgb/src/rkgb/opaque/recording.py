@@ -18,7 +18,6 @@ from rkgb.elements.trees import flatten
 from rkgb.errors import BrokenPieceError, OtherTangentsError, RkgbError, SideEffectError
 from rkgb.graphs.basic import BasicGraph, ambient_autocast
 from rkgb.guards.code_watch import CodeWatch, Seen
-from rkgb.guards.readable import Readable
 from rkgb.module_state.kept_writes import KeptTensors
 from rkgb.module_state.start_of_call import Lent, ModuleState
 from rkgb.opaque.call import Call
@@ -26,6 +25,7 @@ from rkgb.opaque.left_behind import left_by
 from rkgb.opaque.link import Connect, Link, Tried, add_in_parts
 from rkgb.opaque.piece import Piece, RunPiece
 from rkgb.opaque.trial import Trials
+from rkgb.outside.readable import Readable
 from rkgb.recording.facts import TensorFacts
 from rkgb.recording.recorder import Recorder
 from rkgb.torch_api.modes_left import Modes

@@ -26,8 +26,8 @@ from rkgb.errors import (
     in_module,
 )
 from rkgb.guards.code_watch import CodeWatch
-from rkgb.guards.outside import note_written
 from rkgb.module_state.kept_writes import KeptWrites
+from rkgb.outside.known import note_written
 from rkgb.recording.kernels import (
     tensors_returned,
     traits_of,

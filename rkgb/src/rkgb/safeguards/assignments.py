@@ -24,8 +24,8 @@ from rkgb.elements.sample import Sample
 from rkgb.elements.trees import flatten, holds_tensors, refilled
 from rkgb.errors import BrokenPieceError, NotRecordedError, SideEffectError, in_module
 from rkgb.guards.code_watch import Seen
-from rkgb.guards.contents import OF_MODULE
 from rkgb.guards.loads import ANY, loads_of
+from rkgb.outside.held import OF_MODULE
 from rkgb.safeguards.refusals import place_of
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.tensor_facts import set_attribute, written_on

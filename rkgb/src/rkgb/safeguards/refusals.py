@@ -27,7 +27,7 @@ from rkgb.errors import (
     UnsupportedOpError,
     in_module,
 )
-from rkgb.guards.contents import is_used_up
+from rkgb.outside.used_up import is_used_up
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parents[1])

@@ -17,8 +17,8 @@ from torch import nn
 from rkgb.elements.op import Op
 from rkgb.errors import SideEffectError, in_module
 from rkgb.graphs.differences import run_alike
-from rkgb.guards.contents import is_same
 from rkgb.guards.sources import Sources
+from rkgb.outside.held import is_same
 
 ABSENT = object()
 _PLAIN = (bool, int, float, str, type(None), torch.device, torch.dtype)

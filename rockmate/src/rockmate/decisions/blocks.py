@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rkgb import RkgbError
 from rkgb.elements import group_of
 from rkgb.errors import without_advice
-from rkgb.guards import Readable
+from rkgb.outside import Readable
 from rkgb.torch_api import placed_parameters
 from rockmate.arguments import Call
 from rockmate.blockwise.kinds import Kind

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from rkgb.engine import Sample
-from rkgb.guards import Contents
+from rkgb.outside import Contents
 from rkgb.torch_api import TakingMost, noting_calls
 from rockmate.arguments import Call
 from rockmate.blockwise.rehearsal import TURN, Mark, Marker, kept_as_it_is, trace_step

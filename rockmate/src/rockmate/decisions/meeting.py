@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from rkgb import RkgbError
 from rkgb.elements import flatten, group_of, is_inside, own_copy, target_of
-from rkgb.guards import Readable
 from rkgb.module_state import BufferContents
+from rkgb.outside import Readable
 from rockmate.arguments import Call
 from rockmate.blockwise.kinds import Kind, ways_to_run
 from rockmate.comparison.fingerprint import Fingerprints

@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from rkgb import OpaquePieceError
 from rkgb.elements import flatten, storage_id
 from rkgb.graphs import ambient_autocast, autocast_as
-from rkgb.guards import Readable
 from rkgb.module_state import FirstRun
+from rkgb.outside import Readable
 from rkgb.recording import transparent_checkpoints
 from rkgb.safeguards import without_traces
 from rkgb.torch_api import has_saved_hooks

@@ -9,9 +9,11 @@ from typing import Any
 from torch import nn
 
 from rkgb.guards.code_watch import Seen
-from rkgb.guards.contents import OF_MODULE, Contents, Reached
 from rkgb.guards.owners import is_users
 from rkgb.guards.sources import Sources, look_up, unbound
+from rkgb.outside.contents import Contents
+from rkgb.outside.held import OF_MODULE
+from rkgb.outside.reached import Reached
 
 
 class Readable:

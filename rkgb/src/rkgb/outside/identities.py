@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from rkgb.guards.code_watch import Seen
-from rkgb.guards.contents import Reached
 from rkgb.guards.loads import ANY, EQUALS, IN, IS, loads_of
 from rkgb.guards.sources import Sources
+from rkgb.outside.reached import Reached
 
 _SEARCHED = (list, tuple, deque)
 

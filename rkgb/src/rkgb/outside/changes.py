@@ -8,107 +8,38 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
-import weakref
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rkgb.errors import SideEffectError, in_module
 from rkgb.guards.code_watch import Seen
-from rkgb.guards.contents import OF_MODULE, Contents, Reached, has_content, is_used_up
-from rkgb.guards.entries import cell_content, remembered
+from rkgb.guards.entries import cell_content
 from rkgb.guards.holding import CACHED
-from rkgb.guards.identities import identities_asked, identity, set_and_read
 from rkgb.guards.loads import loads_of
 from rkgb.guards.owners import is_users
 from rkgb.guards.sources import Source, Sources, function_named, see_frozen, unbound
-from rkgb.torch_api.private.autograd import set_version
-from rkgb.torch_api.private.modes import is_abstract, unwatched
-from rkgb.torch_api.private.tables import pytree
-from rkgb.torch_api.quiet import set_profile
+from rkgb.outside.contents import Contents
+from rkgb.outside.held import OF_MODULE, has_content
+from rkgb.outside.identities import identities_asked, identity, set_and_read
+from rkgb.outside.known import (
+    add_known,
+    forget_stand_ins,
+    has_stand_ins,
+    itself,
+    put_back_from_now_on,
+    put_back_what_leads,
+    relied_on,
+    remembering,
+)
+from rkgb.outside.reached import Reached
+from rkgb.outside.used_up import is_used_up
 
-# Places that forwards were seen to change, of all models: few, and looked at by planning only.
-_changing: dict[tuple[int, str | None], tuple[Callable[[], Any], str | None]] = {}
-# Sources that led to these: what they lead to later may be others.
-_leading: dict[Hashable, tuple[Source, frozenset[str]]] = {}
-# Functions of users that remember their results, of all models.
-_caches: weakref.WeakSet[Any] = weakref.WeakSet()
-_kept: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose results a recording relies on
-# Tensors outside that forwards were seen to write to, by identity.
-_written: dict[int, weakref.ref[Tensor]] = {}
 _LOOKS_UP = "looks up its own modules, or what they hold, in what"
-
-
-def forget_stand_ins(caches: Iterable[Any] = _caches) -> None:
-    """Let functions forget their results where one is a tensor without content."""
-    for cached in filter(_has_stand_ins, [*caches]):
-        cached.cache_clear()
-
-
-def _has_stand_ins(cached: Any) -> bool:
-    return any(map(is_abstract, pytree.tree_leaves(remembered(cached)[1])))
-
-
-def note_written(tensor: Tensor) -> None:
-    """From now on, `OutsideState` puts back the content of a tensor that a forward writes to."""
-    for key in [key for key, held in _written.items() if held() is None]:
-        del _written[key]
-    if not is_abstract(tensor):
-        _written[id(tensor)] = weakref.ref(tensor)
-
-
-class OutsideState:
-    """What is in the places that forwards were seen to change, to be put back.
-
-    If it `lends`, copies take the places of what changes by being used, and of what a module holds
-    that runs as a copy: `copy_of` returns its parts.
-    """
-
-    def __init__(self, *, lends: bool = False, copy_of: Callable[[Any], Any] | None = None) -> None:
-        self._contents = Contents(copy_of)
-        self._contents.add_caches(_caches)
-        _kept.difference_update(
-            cached for cached, known in self._contents.caches.values() if not known
-        )
-        held = [t for ref in _written.values() if (t := ref()) is not None]
-        with unwatched() if held else contextlib.nullcontext(), torch.no_grad():
-            self._tensors = [(t, t.detach().clone(), t._version) for t in held]
-        _add_known(self._contents, lends=lends)
-        self._contents.copy_of = None  # which keeps all copies alive
-
-    def restore(self) -> None:
-        """Put it back."""
-        self._contents.keep_results(_kept)
-        self._contents.restore()
-        for tensor, content, version in self._tensors:
-            if tensor._version != version:
-                with unwatched(), torch.no_grad():
-                    tensor.copy_(content)
-                set_version(tensor, version)
-
-
-def _add_known(contents: Contents, *, lends: bool) -> None:
-    """Add what is in the places that forwards were seen to change."""
-    # Whoever looks at calls in this thread looks at the user's: copying is none of theirs.
-    looking = sys.getprofile()
-    sys.setprofile(None)
-    try:
-        for owned, name in _changing.values():
-            if (owner := owned()) is not None:
-                contents.add(owner, name, lends=lends)
-        for source, attributes in _leading.values():
-            reached = Reached(attributes)
-            reached.add(source.read())
-            for owner in reached.owners.values():
-                contents.add(owner, lends=lends)
-    finally:
-        set_profile(looking)
 
 
 class Outside:
@@ -180,7 +111,7 @@ class Outside:
         new = [cached for cached in kept if id(cached) not in self.contents.caches]
         forget_stand_ins(new)
         self.contents.add_caches(new)
-        _caches.update(new)
+        remembering.update(new)
 
     def _refuse_defaults(self, seen: Seen, frame: FrameType) -> None:
         """Refuse a default that changes by being used, which the frame has got already.
@@ -204,7 +135,7 @@ class Outside:
 
     def remember(self) -> None:
         """From now on, `OutsideState` puts back what has changed, or changes by being used."""
-        _put_back_from_now_on((*self.contents.changed(), *self.contents.used_up()))
+        put_back_from_now_on((*self.contents.changed(), *self.contents.used_up()))
 
     @contextlib.contextmanager
     def knowing_the_module(self) -> Iterator[None]:
@@ -217,12 +148,12 @@ class Outside:
 
     def begin(self) -> Outside:
         """Lend copies in the places that are known: parts that run whole put back what is there."""
-        _add_known(self.contents, lends=True)
+        add_known(self.contents, lends=True)
         return self
 
     def close(self) -> None:
         """Put everything back."""
-        _put_back_from_now_on(self.contents.lent())
+        put_back_from_now_on(self.contents.lent())
         self.contents.restore()
 
     def refuse(self, seen: Collection[Seen], copies: Mapping[int, Any]) -> None:
@@ -236,11 +167,11 @@ class Outside:
             "pass what it gives as an argument, or do it outside of forward",
             "which a recording would not do again",
         )
-        if not any(_has_stand_ins(cached) for cached, _ in self.contents.caches.values()):
+        if not any(has_stand_ins(cached) for cached, _ in self.contents.caches.values()):
             ran = [cached for cached, _ in self._caches_of(seen)]
             self.remembers |= any(map(self.contents.new_results, ran))
-            _kept.update(ran)
-            self.contents.keep_results(_kept)
+            relied_on.update(ran)
+            self.contents.keep_results(relied_on)
 
     def refuse_read_elsewhere(
         self, names: Collection[tuple[str, str]], seen: list[Seen], copies: Mapping[int, Any]
@@ -311,7 +242,7 @@ class Outside:
         for one in seen:
             yield from ((max(one.paths), f"reads {text}") for text in one.outside)
         changed = [*self.contents.changed()]
-        _put_back_from_now_on(changed)
+        put_back_from_now_on(changed)
         owners = {(id(owner), name) for owner, name in changed}
         # What runs whole looks its own modules up; a recording's are copies.
         own = frozenset() if of_piece else frozenset(map(identity, copies.values()))
@@ -324,11 +255,11 @@ class Outside:
             elif any((id(owner), None) in owners for owner in reached.owners.values()):
                 text = f"changes what the {source.told} leads to"
                 if not isinstance(value, nn.Module):
-                    _leading.setdefault(key, (source, sources.attributes))
+                    put_back_what_leads(key, source, sources.attributes)
             elif reached.used:
                 text = f"uses the {source.told} ({_kinds(reached)})"
                 self._keep(source, reached)
-                _leading.setdefault(key, (source, sources.attributes))
+                put_back_what_leads(key, source, sources.attributes)
             elif reached.long:
                 text = f"reads the {source.told}, which is too long to be compared at every call"
             elif own and any(self._is_own(k, own) for k in reached.keys):
@@ -361,7 +292,7 @@ class Outside:
             if isinstance(owner, FunctionType) and own is not None:
                 continue  # defaults, whose frame has them already
             if isinstance(owner, (dict, list, CellType)) or hasattr(owner, "__dict__"):
-                _put_back_from_now_on([(owner, own)])
+                put_back_from_now_on([(owner, own)])
 
     def _of_classes(
         self,
@@ -381,8 +312,8 @@ class Outside:
             if own and any(self._is_own(key, own) for key in reached.keys):
                 yield path, f"{_LOOKS_UP} the class {kind.__qualname__} leads to"
             if any((id(owner), None) in owners for owner in reached.owners.values()):
-                source = Source(partial(_itself, kind), "", "", "")
-                _leading.setdefault((id(kind), None), (source, sources.attributes))
+                source = Source(partial(itself, kind), "", "", "")
+                put_back_what_leads((id(kind), None), source, sources.attributes)
                 yield path, f"changes what the class {kind.__qualname__} leads to"
 
     def _of_modules(
@@ -403,19 +334,6 @@ class Outside:
                         yield path, f"uses attribute '{name}' ({_kinds(reached)})"
                     elif reached.long:
                         yield path, f"reads attribute '{name}', too long to be compared at calls"
-
-
-def _put_back_from_now_on(places: Iterable[tuple[Any, str | None]]) -> None:
-    for owner, name in places:
-        key = id(owner), name
-        if key not in _changing or _changing[key][0]() is not owner:
-            # A model is not kept alive by what a function has set in it.
-            is_model = isinstance(owner, nn.Module)
-            _changing[key] = weakref.ref(owner) if is_model else partial(_itself, owner), name
-
-
-def _itself(owner: Any) -> Any:
-    return owner
 
 
 def _kinds(reached: Reached) -> str:
