@@ -203,3 +203,43 @@ def test_kernels_that_take_more_for_larger_values(kind: type[nn.Module]) -> None
         scaled_bytes = x.nbytes + 64  # results and gradients of the loss are not the step's
         peak = trace_memory(step, torch.device("cpu")).peak_bytes
         assert peak <= least + scaled_bytes
+
+
+class Averages(nn.Module):
+    """A BatchNorm as textbooks write it: its moving averages are plain attributes."""
+
+    def __init__(self, features: int, kept: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(features))
+        self.shift = nn.Parameter(torch.zeros(features))
+        self.mean, self.variance, self.kept = torch.zeros(features), torch.ones(features), kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(0)
+        variance = ((x - mean) ** 2).mean(0)
+        normal = (x - mean) / torch.sqrt(variance + 1e-5)
+        means, variances = 0.9 * self.mean + 0.1 * mean, 0.9 * self.variance + 0.1 * variance
+        self.mean = means.detach()
+        if self.kept > 1:
+            self.variance = variances.data
+        return self.gain * normal + self.shift
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_what_a_part_keeps_in_attributes_is_counted_to_the_end(kept: int) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 24), Averages(24, kept), nn.Sigmoid()]
+    layers += [nn.Linear(24, 24), Averages(24, kept), nn.Sigmoid(), nn.Linear(24, 8)]
+    model = nn.Sequential(*layers)
+    twin = copy.deepcopy(model)
+    planned = Rockmate(model, torch.randn(6, 8), 1.0, cost="flops")
+    assert planned.measured_peak_bytes <= planned.plan.peak_bytes
+    for _ in range(3):
+        x = torch.randn(6, 8)
+        for module in (planned, twin):
+            module.zero_grad()
+            module(x).square().sum().backward()
+        assert_same_gradients(model, twin)
+        for own, other in zip(model, twin, strict=True):
+            for name in ("mean", "variance") if isinstance(own, Averages) else ():
+                assert torch.equal(getattr(own, name), getattr(other, name))

@@ -118,7 +118,7 @@ class Call:
     autocast: Region | None
     function: Any = None  # an autograd Function that is called instead of a submodule
     numbers: tuple[int, ...] = ()  # positions of unspecialised numbers among the leaves
-    # Attributes, by path and name, in which it leaves tensors with a history: these are results
+    # Attributes, by path and name, in which it leaves new tensors: these are results
     # too.
     left: tuple[tuple[str, str], ...] = ()
     trainable: frozenset[str] = frozenset()  # parameters of the whole model that wanted gradients
@@ -190,7 +190,7 @@ def run_call(
     """Run a submodule on new leaves, with these numbers or those of the sample.
 
     Returns its result, its graph, the input leaves, and its (args, kwargs) afterwards. The result
-    includes the attributes in which it leaves tensors with a history.
+    includes the attributes in which it leaves new tensors.
     """
     module = model.get_submodule(call.path)
     inputs_at = {storage_id(t): place for place, t in enumerate(tensors)}

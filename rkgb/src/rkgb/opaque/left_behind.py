@@ -1,7 +1,7 @@
 """Side effects of an opaque call: written parameters, and attributes that hold tensors.
 
-A tensor with a history in an attribute (the auxiliary loss of a router) is a result of the call: it
-gets gradients like a returned tensor.
+A new tensor in an attribute is a result of the call: the auxiliary loss of a router gets gradients
+like a returned tensor, and a running mean takes memory from then on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LeftBehind:
     moves: bool  # whether one of them gets other memory
     retains: bool  # whether tensors that it makes retain their gradients
     takes_by_values: bool  # whether the workspace of a kernel in it depends on values
-    attributes: tuple[_Name, ...] = ()  # in which it leaves tensors with a history
+    attributes: tuple[_Name, ...] = ()  # in which it leaves new tensors
 
 
 class Attributes:
@@ -59,8 +59,8 @@ class Attributes:
                     self.values[inner, name] = value
         self._tensors = [t for value in self.values.values() for t in _tensors(value)]
 
-    def with_history(self, before: Attributes) -> dict[_Name, Structure]:
-        """Return the attributes that hold only new tensors, some with a history, as trees.
+    def new(self, before: Attributes) -> dict[_Name, Structure]:
+        """Return the attributes that hold only new tensors, as trees.
 
         A container that also holds tensors from `before` is no result of the call. Tensors that
         retain their gradients are left out, because these must get them directly.
@@ -75,7 +75,7 @@ class Attributes:
             made = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in known]
             if len(made) < len(leaves) or any(t.retains_grad for t in made):
                 continue
-            if any(t.grad_fn is not None for t in made):
+            if made:
                 found[name] = structure
         return found
 
@@ -141,12 +141,12 @@ def left_by(
             try:
                 _refuse_other_tensors(bare, twin, tensors)
                 first = Attributes(module, call.path)
-                left = first.with_history(before)
+                left = first.new(before)
                 nodes = {name: first.nodes(name) for name in left}
                 if left:  # values that grow or are carried over with each call are no results
                     run_call(bare, twin, tensors)
                     now = Attributes(module, call.path)
-                    again = now.with_history(before)
+                    again = now.new(before)
                     left = {
                         name: tree
                         for name, tree in left.items()
