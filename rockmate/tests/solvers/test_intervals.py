@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from oracles.best_plan import exhaustive_search
@@ -93,3 +96,25 @@ def test_node_order_keeps_what_is_recomputed() -> None:
     ordered = in_node_order(problem, steps)
     assert sorted(ordered) == sorted(steps)
     assert prune(problem, ordered, budget) == ordered
+
+
+_ASKS = """
+import sys
+from rockmate.solvers.intervals.cp_sat import cp_model
+sat = cp_model()
+before = "pandas" in sys.modules
+from ortools.sat.python import cp_model as known
+model = sat.CpModel()
+x = model.new_int_var(0, 5, "x")
+model.add(x >= 3)
+model.minimize(x)
+solver = sat.CpSolver()
+solver.solve(model)
+print(before, known is sat, solver.value(x), sat.pd.Index.__module__.split(".")[0])
+"""
+
+
+def test_pandas_is_loaded_where_it_is_asked_for() -> None:
+    # A process of its own: in this one, pandas may be there.
+    ran = subprocess.run([sys.executable, "-c", _ASKS], check=True, capture_output=True, text=True)
+    assert ran.stdout.split() == ["False", "True", "3", "pandas"]

@@ -11,6 +11,7 @@ from typing import Any
 
 from rockmate.problems.problem import Problem
 from rockmate.schedules.steps import Steps
+from rockmate.solvers.intervals.cp_sat import cp_model
 from rockmate.solvers.result import (
     last_useful_stages,
     recomputed_by_stage,
@@ -54,11 +55,11 @@ class TimeAxis:
     def __init__(
         self, problem: Problem, cp: Any, max_runs: int, window: Window | None, hint: Steps | None
     ) -> None:
-        from ortools.sat.python import cp_model
+        sat = cp_model()
 
         self.problem = problem
         self.cp = cp
-        self._domain = cp_model.Domain.from_values
+        self._domain = sat.Domain.from_values
         self.count = len(problem.nodes)
         self.width = self.count + 1
         self.stage = stages_of(problem)

@@ -30,6 +30,7 @@ from typing import Any
 
 from rockmate.problems.problem import Problem
 from rockmate.schedules.steps import Steps
+from rockmate.solvers.intervals.cp_sat import cp_model
 from rockmate.solvers.intervals.demands import Demands
 from rockmate.solvers.intervals.memory import CumulativeMemory
 from rockmate.solvers.intervals.runs import TimeAxis, Window
@@ -67,7 +68,7 @@ def solve_intervals(
     for speed, probing, symmetry detection and dual heuristics are off, and presolve is one round;
     small graphs are solved without it.
     """
-    from ortools.sat.python import cp_model
+    sat = cp_model()
 
     begin = time.perf_counter()
     program = _IntervalProgram(problem, budget_bytes, max_runs, objective, window, hint)
@@ -94,12 +95,12 @@ def solve_intervals(
         parameters.max_deterministic_time = unhinted_limit
     code = solver.solve(program.cp)
     seconds = time.perf_counter() - begin
-    if code == cp_model.INFEASIBLE:
+    if code == sat.INFEASIBLE:
         return SolverResult("infeasible", seconds=seconds)
-    if code not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    if code not in (sat.OPTIMAL, sat.FEASIBLE):
         return SolverResult("unknown", seconds=seconds)
     found = program.line.read(solver)
-    status: Status = "optimal" if code == cp_model.OPTIMAL else "feasible"
+    status: Status = "optimal" if code == sat.OPTIMAL else "feasible"
     value = program.to_objective(solver.objective_value)
     if objective == "time":
         value = recomputed_ms(problem, found)  # exact; the program's costs are rounded
@@ -107,9 +108,9 @@ def solve_intervals(
 
 
 def _new_solver(seed: int) -> Any:
-    from ortools.sat.python import cp_model
+    sat = cp_model()
 
-    solver = cp_model.CpSolver()
+    solver = sat.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed
     solver.parameters.catch_sigint_signal = False  # leaves Ctrl-C to Python
@@ -118,14 +119,14 @@ def _new_solver(seed: int) -> Any:
 
 def _takes_hint(program: Any, seed: int) -> bool:
     """Return whether the hint of a program is a solution, or is quickly completed to one."""
-    from ortools.sat.python import cp_model
+    sat = cp_model()
 
     solver = _new_solver(seed)
     solver.parameters.cp_model_presolve = False
     solver.parameters.fix_variables_to_their_hinted_value = True
     solver.parameters.stop_after_first_solution = True
     solver.parameters.max_deterministic_time = _HINT_LIMIT
-    return solver.solve(program) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return solver.solve(program) in (sat.OPTIMAL, sat.FEASIBLE)
 
 
 class _IntervalProgram:
@@ -140,9 +141,9 @@ class _IntervalProgram:
         window: Window | None,
         hint: Steps | None,
     ) -> None:
-        from ortools.sat.python import cp_model
+        sat = cp_model()
 
-        self.cp = cp_model.CpModel()
+        self.cp = sat.CpModel()
         self.line = TimeAxis(problem, self.cp, max_runs, window, hint)
         self._problem = problem
         self._minimise_peak = objective == "peak"
