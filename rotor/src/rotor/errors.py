@@ -18,7 +18,8 @@ class RotorError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copying and unpickling set what an error carries, and do not call its `__init__` again.
-        return Exception.__new__, (type(self), *self.args), vars(self)
+        state = {**vars(self), "msg": self.msg} if isinstance(self, ImportError) else vars(self)
+        return Exception.__new__, (type(self), *self.args), state
 
 
 class InvalidChainError(RotorError, ValueError):
