@@ -92,8 +92,9 @@ class RecordedStep:
         parameters = {id(new): own[name] for name, new in self.twin.named_parameters()}
         self.facts = TensorFacts({**self.originals, **parameters})
         self.said = Said(self.twin, lambda: self.recorder.is_paused)
-        self.outside, self.remembers = Outside(self.twin, twin.copies.of), way.remembers
-        self.outside.takes_parameters = any(isinstance(t, nn.Parameter) for t in sample.leaves)
+        takes_parameters = any(isinstance(leaf, nn.Parameter) for leaf in sample.leaves)
+        self.outside = Outside(self.twin, twin.copies.of, takes_parameters=takes_parameters)
+        self.remembers = way.remembers
         places = self.places
         self.codes = CodeWatch(lambda: places.path, self.outside.note)
         # Code of the user's Functions and hooks that runs in the backward.

@@ -22,6 +22,7 @@ from rkgb.errors import TraceError
 from rkgb.guards.entries import cell_content
 from rkgb.guards.loads import loads_of
 from rkgb.outside.held import OF_MODULE
+from rkgb.outside.identities import identity
 from rkgb.outside.known import OutsideState
 from rkgb.outside.used_up import Untouched
 from rkgb.torch_api.compiled_code import is_optimized, written_function
@@ -38,8 +39,6 @@ class Twin:
     originals: Mapping[int, Any]  # id of a copy -> its original
     copies: Copies  # by the originals
     tensors: Mapping[Hashable, Tensor]  # geometry of a copy of a tensor -> the tensor
-    # Kept alive although the forward may replace them, so that no new object gets their id.
-    alive: tuple[Any, ...]
 
     @contextlib.contextmanager
     def known_outside(self) -> Iterator[nn.Module]:
@@ -80,7 +79,7 @@ def twin_of(model: nn.Module, own: Collection[str] = ()) -> Twin:
     pairs = [(memo[id(old)], old) for old in kept_alive if id(old) in memo]
     tensors = {geometry_of(new): old for new, old in pairs if isinstance(new, Tensor)}
     originals = {id(new): old for new, old in pairs}
-    return Twin(twin, originals, copies, tensors, tuple(new for new, _ in pairs))
+    return Twin(twin, originals, copies, tensors)
 
 
 def geometry_of(tensor: Tensor) -> Hashable:
@@ -139,8 +138,7 @@ def deep_copy(model: nn.Module, memo: Memo, copy_of: Callable[[Tensor], Tensor])
 
 def _is_view(value: Any, model: nn.Module) -> bool:
     """Return whether a value is a module that shares its submodules with a model."""
-    is_module = issubclass(type(value), nn.Module)  # not `isinstance`, which asks objects
-    return is_module and vars(value).get("_modules") is model._modules
+    return issubclass(type(value), nn.Module) and identity(value) == identity(model)
 
 
 def _copying_histories(copy_of: Callable[[Tensor], Tensor]) -> Patches:
@@ -281,7 +279,8 @@ _around: ContextVar[Copies | None] = ContextVar("copies that are copied again", 
 class Copies:
     """The copies of what a module holds; `memo` has them by the ids of the originals.
 
-    A function that refers to an original is rebuilt, once, to refer to the copy.
+    A function that refers to an original is rebuilt, once, to refer to the copy. All copies are
+    kept alive, although a forward may replace them: no new object gets the id of one.
     """
 
     def __init__(

@@ -46,14 +46,21 @@ class Outside:
     """What the functions that run lead to, as it was before.
 
     `copy_of` returns the copy of what a module holds, of which `twin` is a copy: where the module
-    is known outside of it, copies are lent while the twin runs.
+    is known outside of it, copies are lent while the twin runs. If it `takes_parameters` as
+    arguments, any that is kept outside may be one of these.
     """
 
-    def __init__(self, twin: nn.Module, copy_of: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self,
+        twin: nn.Module,
+        copy_of: Callable[[Any], Any] | None = None,
+        *,
+        takes_parameters: bool = False,
+    ) -> None:
         self.contents = Contents(copy_of)
         self.held = Contents()  # of the copy of the module
-        self.takes_parameters = False  # among its arguments
         self.remembers = False  # whether functions have new results, which later calls read
+        self._takes_parameters = takes_parameters
         self._twin, self._inside = twin, {*map(id, twin.modules())}
         self._paths: dict[int, tuple[str, str]] = {}  # of owners: module, and attribute
         self._direct: set[int] = set()  # containers that are attributes themselves
@@ -272,7 +279,7 @@ class Outside:
         if of_piece:
             yield from self._of_modules(sources, paths, self._direct)
         else:
-            yield from identities_asked(seen, copies, self._inside, self._is_own)
+            yield from identities_asked(seen, copies, self._inside, own, self._is_own)
             # A forward may reach into any module, also one that it does not call.
             every = {path for path, _ in self._twin.named_modules()}
             yield from self._of_modules(sources, every, frozenset())
@@ -282,7 +289,7 @@ class Outside:
         if self.contents.is_lent(value):
             return False
         if isinstance(value, Tensor):
-            return self.takes_parameters or not isinstance(value, nn.Parameter)
+            return self._takes_parameters or not isinstance(value, nn.Parameter)
         return identity(value) in own
 
     def _keep(self, source: Source, reached: Reached) -> None:

@@ -7,6 +7,7 @@ so does what a module holds of which a copy runs.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextvars import Context, ContextVar
@@ -15,14 +16,7 @@ from typing import Any
 
 from rkgb.guards.entries import ABSENT, cell_content, remembered
 from rkgb.guards.holding import slots_of
-from rkgb.outside.held import (
-    CONTAINERS,
-    attributes_held,
-    content_of,
-    has_content,
-    is_same,
-    put_back,
-)
+from rkgb.outside.held import attributes_held, content_of, has_content, is_same, parts_of, put_back
 from rkgb.outside.used_up import copied, is_used_up
 from rkgb.torch_api.patches import meant
 
@@ -39,7 +33,8 @@ class Contents:
         self.copy_of = copy_of  # of what the module holds, if a copy of the module runs
         self._originals: dict[int, tuple[Any, Any]] = {}  # by the ids of copies, which they have
         self._knowing: list[tuple[Any, str | None]] = []  # owners to which such copies are lent
-        self._copies: list[tuple[Any, Any, Any]] = []  # kept: owner, place, and copy
+        # Kept: an owner, which name counts, and what it holds where it has copies.
+        self._copies: list[tuple[Any, str | None, Any]] = []
         # Functions that remember results, by identity: each with those that they had.
         self.caches: dict[int, tuple[Any, Collection[Any]]] = {}
 
@@ -59,25 +54,17 @@ class Contents:
         is_own = self.copy_of is not None and self.copy_of(owner) is not owner
         if not (lends or keeps) or is_own:  # nobody gets to a part of the module itself
             return
-        places: Iterable[tuple[Any, Any]] = ()
-        if lends and name is None and issubclass(type(owner), CONTAINERS):
-            new = _each(content, self._copied)
-            put_back(owner, new)
-            parts = (*new, *new.values()) if isinstance(new, dict) else new
-            if any(id(part) in self._originals for part in parts):
-                self._knowing.append((owner, name))
-        elif name is not None or isinstance(owner, CellType):
-            places = ((name, content),)
-        elif isinstance(content, dict):
-            places = content.items()
-        elif isinstance(owner, list):
-            places = enumerate(content)
-        pairs = ((place, value, self._copied(value)) for place, value in places)
-        copies = [(owner, place, copy_) for place, value, copy_ in pairs if copy_ is not value]
-        if any(id(copy_) in self._originals for _, _, copy_ in copies):
+        is_one = _holds_one(owner, name)
+        lent = self._copied(content) if is_one else _each(content, self._copied)
+        parts, own = ([lent], [content]) if is_one else (parts_of(lent), parts_of(content))
+        if all(map(operator.is_, parts, own)):
+            return
+        if any(map(self.is_lent, parts)):
             self._knowing.append((owner, name))
-        self._copies += copies if keeps else []
-        _lend(() if keeps else copies)
+        if keeps:
+            self._copies.append((owner, name, lent))
+        else:
+            _put(owner, name, lent)
 
     def _copied(self, value: Any) -> Any:
         """Return what takes the place of a value: a copy, or the value itself."""
@@ -127,7 +114,8 @@ class Contents:
     def lend(self) -> None:
         """Put everything back, and the copies that were kept, each for once."""
         self.restore()
-        _lend(self._copies)
+        for owner, name, lent in self._copies:
+            _put(owner, name, lent)
         self._copies = []
 
     def held(self) -> Iterator[tuple[Any, Any]]:
@@ -140,7 +128,7 @@ class Contents:
         """Yield the owners that hold something else, but for copies that were lent."""
         for (_, name), (owner, content) in self._held.items():
             now = _content(owner, name)
-            if isinstance(content, (dict, list)) and not (name or isinstance(owner, CellType)):
+            if isinstance(content, (dict, list)) and not _holds_one(owner, name):
                 if not _alike(owner, self._all_meant(now), content):
                     yield owner, name
             elif name is None and isinstance(content, bytes):
@@ -167,31 +155,34 @@ class Contents:
                 for key in self.new_results(cached):
                     del remembered(cached)[0][key]
         for (_, name), (owner, content) in self._held.items():
-            if name is not None or isinstance(owner, CellType):
-                if _content(owner, name) is not content:
-                    _set(owner, name, content)
-            elif has_content(owner):
-                put_back(owner, content)
-            else:
-                now = _content(owner, None)
-                for own in (*(now.keys() - content.keys()), *content):
-                    value = content.get(own, ABSENT)
-                    if now.get(own, ABSENT) is not value:
-                        _set(owner, own, value)
+            _put(owner, name, content)
 
 
-def _each(content: dict[Any, Any] | list[Any], of: Callable[[Any], Any]) -> Any:
+def _holds_one(owner: Any, name: str | None) -> bool:
+    """Whether what counts of an owner is one value, and not all that it holds."""
+    return name is not None or isinstance(owner, CellType)
+
+
+def _each(content: Any, of: Callable[[Any], Any]) -> Any:
+    """Return a content with others in the places of what it holds; an array's bytes as they are."""
     if isinstance(content, dict):
-        return {of(key): of(value) for key, value in content.items()}
-    return [*map(of, content)]
+        return {k if type(k) is str else of(k): of(value) for k, value in content.items()}
+    return [*map(of, content)] if isinstance(content, list) else content
 
 
-def _lend(copies: Iterable[tuple[Any, Any, Any]]) -> None:
-    for owner, place, copy_ in copies:
-        if isinstance(owner, list):
-            owner[place] = copy_
-        else:
-            _set(owner, place, copy_)
+def _put(owner: Any, name: str | None, content: Any) -> None:
+    """Let an owner hold this, where it holds something else."""
+    if _holds_one(owner, name):
+        if _content(owner, name) is not content:
+            _set(owner, name, content)
+    elif has_content(owner):
+        put_back(owner, content)
+    else:
+        now = _content(owner, None)
+        for own in (*(now.keys() - content.keys()), *content):
+            value = content.get(own, ABSENT)
+            if now.get(own, ABSENT) is not value:
+                _set(owner, own, value)
 
 
 def _set(owner: Any, name: str | None, value: Any) -> None:

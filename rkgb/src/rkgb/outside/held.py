@@ -48,13 +48,18 @@ def content_of(container: Any) -> Any:
     return dict(container) if isinstance(container, _WEAK_DICTS) else list(container)
 
 
+def parts_of(content: Any) -> list[Any]:
+    """Return the objects in a content: of a dict keys and values, of an array's bytes none."""
+    if isinstance(content, dict):
+        return [*content, *content.values()]
+    return content if isinstance(content, list) else []
+
+
 def same_content(a: Any, b: Any) -> bool:
     """Whether two contents hold the same objects in the same places."""
     if not isinstance(b, (dict, list)):
         return bool(a == b)
-    if isinstance(a, dict) and isinstance(b, dict):
-        a, b = [*a, *a.values()], [*b, *b.values()]
-    return len(a) == len(b) and all(map(operator.is_, a, b))
+    return len(a) == len(b) and all(map(operator.is_, parts_of(a), parts_of(b)))
 
 
 def put_back(container: Any, content: Any) -> None:

@@ -1,8 +1,8 @@
 """Comparisons by identity of what is outside of a module with what it holds, or is given.
 
-A recording runs a copy of the module on other tensors than the user's. So whether an attribute is
-the object that a global variable holds, or whether a list outside has it, would always be no. What
-may ask that runs whole, on the user's own.
+A recording runs a copy of the module on other tensors than the user's. Where no copies can be lent
+to what is outside (`Contents`), whether an attribute is the object that is held there would always
+be no. What may ask that runs whole, on the user's own.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def identities_asked(
     seen: Iterable[Seen],
     copies: Mapping[int, Any],
     inside: Collection[int],
+    own: Collection[int],
     is_own: Callable[[Any, Collection[int]], bool],
 ) -> Iterator[tuple[str, str]]:
     """Yield the submodules whose functions compare so, each with the words for it.
 
-    `copies` are the originals of what the module holds, by the identity of their copies. Of what
-    `is_own`, a copy would be another object.
+    `copies` are the originals of what the module holds, by the identity of their copies, and `own`
+    what tells these originals from others. Of what `is_own`, a copy would be another object.
     """
-    own = frozenset(map(identity, copies.values()))
     for one in seen:
         asks = loads_of(one.code).compares
         for source in _sources(one, copies).places.values() if asks else ():
