@@ -44,9 +44,14 @@ def cp_model() -> Any:
         return importlib.import_module(_NAME)
     module = importlib.util.module_from_spec(spec)
     vars(module)["__builtins__"] = {**vars(builtins), "__import__": imports}
-    spec.loader.exec_module(module)
+    sys.modules[_NAME] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:  # a Ctrl-C, too
+        del sys.modules[_NAME]
+        raise
     vars(module)["__builtins__"] = builtins
     del pandas.Index, pandas.Series
     package, _, name = _NAME.rpartition(".")
     setattr(sys.modules[package], name, module)
-    return sys.modules.setdefault(_NAME, module)
+    return module
