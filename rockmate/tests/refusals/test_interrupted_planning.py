@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
 import gc
+import io
+import logging
+import os
 import random
 import signal
+import socket
+import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -26,6 +33,7 @@ from rockmate.solvers.bound import heard_interrupts, lower_bound
 from zoo.problems import gpt_problem
 
 POINTS = 24
+AROUND = {"__enter__", "__exit__", "begin", "end", "restore", "undo"}
 
 
 class Net(nn.Module):
@@ -50,7 +58,17 @@ def planned(model: nn.Module, sample: Tensor) -> nn.Module:
 def state(model: nn.Module) -> dict[str, Any]:
     """All that planning might have touched: of the module, of torch, of Python."""
     values = {name: t.clone() for name, t in model.state_dict().items()}
+    places: tuple[Any, ...] = (os, io, builtins, logging.Logger, subprocess.Popen, socket.socket)
+    places += (
+        torch,
+        Tensor,
+        nn.functional,
+        nn.Module,
+        torch.autograd.graph,
+        torch.utils.checkpoint,
+    )
     return {
+        **{f"{p.__name__}.{n}": f for p in places for n, f in vars(p).items() if callable(f)},
         "class": type(model),
         "attributes": sorted(vars(model)),
         "hooks": [len(m._forward_hooks) + len(m._backward_hooks) for m in model.modules()],
@@ -63,30 +81,40 @@ def state(model: nn.Module) -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "collects": gc.isenabled(),
         "screen": sys.stdout,
-        "checkpoint": torch.utils.checkpoint.checkpoint,
-        "linear": nn.functional.linear,
-        "call": nn.Module.__call__,
+        "sees calls": sys.gettrace(),
+        "warnings": [*warnings.filters],
+        "signals": signal.getsignal(signal.SIGINT),
         "random": random.getstate(),
         "torch random": torch.get_rng_state().tolist(),
         "values": {name: t.tolist() for name, t in values.items()},
     }
 
 
-def calls_of(work: Callable[[], object], stop_at: int | None = None) -> int:
-    """Run `work`, and return how many Python functions it calls; stop it at one of them.
+def calls_of(
+    work: Callable[[], object],
+    stop_at: int | None = None,
+    around: dict[tuple[CodeType, int], int] | None = None,
+) -> int:
+    """Run `work`, and return how many Python functions it calls; a Ctrl-C comes at one of them.
+
+    `around` gets, for each place that begins or ends something for a while, one call there.
 
     Python drops what a weak reference's callback raises, a Ctrl-C as well, and goes on: then the
     next call is the one.
     """
     count = 0
 
-    def watch(_frame: FrameType, event: str, _argument: object) -> None:
+    def watch(frame: FrameType, event: str, _argument: object) -> None:
         nonlocal count
         if event == "call":
             count += 1
+            by = frame.f_back
+            names = {frame.f_code.co_name, by.f_code.co_name if by else ""}
+            if around is not None and by is not None and names & AROUND:
+                around.setdefault((by.f_code, by.f_lineno), count)
             if stop_at is not None and count >= stop_at:
                 sys.setprofile(None)
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
 
     hook = sys.unraisablehook
 
@@ -100,6 +128,8 @@ def calls_of(work: Callable[[], object], stop_at: int | None = None) -> int:
     sys.setprofile(watch)
     try:
         work()
+        if stop_at is not None:
+            time.sleep(0.1)  # it may come a moment late
     finally:
         sys.setprofile(None)
         sys.unraisablehook = hook
@@ -113,10 +143,12 @@ def test_interrupted_anywhere_the_module_is_as_it_was() -> None:
     twin = eager_copy(model)
     planned(eager_copy(model), sample)  # what is imported and registered once
     copy = eager_copy(model)
-    total = calls_of(lambda: planned(copy, sample)) * 49 // 50  # a solver's callbacks vary
+    around: dict[tuple[CodeType, int], int] = {}
+    total = calls_of(lambda: planned(copy, sample), around=around) * 49 // 50  # callbacks vary
+    places = [1 + place * (total - 2) // (POINTS - 1) for place in range(POINTS)]
+    places += sorted(n for n in around.values() if n < total)[:: max(1, len(around) // POINTS)]
     before = state(model)
-    for place in range(POINTS):
-        stop_at = 1 + place * (total - 2) // (POINTS - 1)
+    for stop_at in places:
         with pytest.raises(KeyboardInterrupt):
             calls_of(lambda: planned(model, sample), stop_at)
         after = state(model)

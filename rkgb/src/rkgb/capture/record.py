@@ -37,6 +37,7 @@ from rkgb.graphs.basic import BackwardKind, BasicGraph
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.places import Places
 from rkgb.safeguards.assignments import AssignsError, ReadsBeforeError
+from rkgb.safeguards.interrupts import signals_wait
 from rkgb.safeguards.refusals import (
     has_backward_hooks,
     refuse_hidden_leaves,
@@ -115,12 +116,13 @@ def record(
     asked = Asked(guards, known, held_bytes, numbers, is_metered, runs_pieces, bound)
     stream = RngState.save(sample.device)
     grad_mode = torch.is_grad_enabled()
-    try:
-        torch.set_grad_enabled(True)
-        return _Recording(model, sample, kind, asked, opaque).made(stream, strict=strict)
-    finally:
-        torch.set_grad_enabled(grad_mode)
-        stream.restore()
+    with signals_wait():
+        try:
+            torch.set_grad_enabled(True)
+            return _Recording(model, sample, kind, asked, opaque).made(stream, strict=strict)
+        finally:
+            torch.set_grad_enabled(grad_mode)
+            stream.restore()
 
 
 class _Recording:

@@ -126,13 +126,6 @@ class CodeWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self._undo()
-        except BaseException:  # a Ctrl-C on the way: what would stay sees every call from now on
-            self._undo()
-            raise
-
-    def _undo(self) -> None:
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         self._named.__exit__()

@@ -23,6 +23,7 @@ import torch
 
 from rkgb.errors import NoStepError
 from rkgb.guards import Door, is_users
+from rkgb.safeguards.interrupts import signals_wait
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.quiet import printing_to, without_prints
 
@@ -87,7 +88,7 @@ def without_traces(
         )
     )
     try:
-        with patches, contextlib.ExitStack() as stack:
+        with signals_wait(), patches, contextlib.ExitStack() as stack:
             for name in ("stdout", "stderr") if said is None else ():
                 stack.enter_context(without_prints(name))
             yield

@@ -29,7 +29,7 @@ from rkgb.module_state import (
     without_history,
 )
 from rkgb.run import CompiledStep, StepProgram
-from rkgb.safeguards import without_traces
+from rkgb.safeguards import signals_wait, without_traces
 from rkgb.torch_api import gradients_kept, placed_parameters, without_hooks_after_gradients
 from rockmate.arguments import Call
 from rockmate.blockwise.team import Team
@@ -184,6 +184,7 @@ def kept_as_it_is(
     used.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(signals_wait())
         stack.enter_context(without_history(model))
         start, lent, places = StartOfCall(model, device), Lent(model), ParameterPlaces(model)
         leaves, given = _leaves(model), KeptTensors.given(flatten(call)[0])

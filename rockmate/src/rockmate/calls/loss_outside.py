@@ -103,7 +103,7 @@ class LossOutside(LossWatch):
     def _anew(self, key: Key, family: Family, call: Call) -> Family:
         """Return new plans, or if none fits, these with plans of least peak."""
         module = self._module
-        with planning:
+        with planning():
             own = next(k for k, one in module.plans.families.items() if one is family)
             before, variants = module.first, [*family.variants]
             module.plans.drop(lambda planned: any(planned is one for one in variants))

@@ -86,7 +86,7 @@ class PlansOfModule(Requester):
 
     def _prepare(self, calls: Sequence[Call]) -> None:
         outside = unwatched() if changing_modes() else nullcontext()
-        with planning, outside, torch.inference_mode(False), torch.enable_grad():
+        with planning(), outside, torch.inference_mode(False), torch.enable_grad():
             calls = [_usable(self.model, call) for call in calls]
             _, fraction = parse_budget(self.settings.budget)
             if fraction is not None and len(calls) > 1:
@@ -122,7 +122,7 @@ class PlansOfModule(Requester):
 
     def _plan(self, key: Key, call: Call) -> Family:
         """Plan for a new key, within the same bytes."""
-        with planning:
+        with planning():
             family = self.plans.get(key)
             if family is not None:  # another thread has planned it
                 return family
@@ -263,7 +263,7 @@ class PlansOfModule(Requester):
 
     def _add_way(self, family: Family, call: Call) -> Planned:
         """Plan for values of the inputs that lead the forward another way."""
-        with planning:
+        with planning():
             why = "values of the inputs that the forward looks at"
             if self.is_sealed:
                 raise NotPlannedError(why)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from torch import nn
 
 from rkgb import TraceError
 from rkgb.elements import is_inside
+from rkgb.safeguards import signals_wait
 from rockmate.arguments import Call
 from rockmate.calls.first_call import FirstCall
 from rockmate.calls.plan_store import PlanStore
@@ -35,7 +37,14 @@ from rockmate.whole_step.memory import Memory
 from rockmate.whole_step.outputs import CallBytes
 
 _TOO_LITTLE = 1  # a budget whose refusal names the smallest one
-planning = threading.RLock()  # one at a time, because a recording watches all of torch
+_one_at_a_time = threading.RLock()  # a recording watches all of torch
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[None]:
+    """While active, no other thread plans, and signals wait until what is changed is put back."""
+    with _one_at_a_time, signals_wait():
+        yield
 
 
 class Requester:
@@ -192,7 +201,7 @@ class Requester:
             UnsupportedModuleError: no part may be run whole (`strict=True`).
         """
         paths = tuple(dict.fromkeys(paths))
-        with planning:
+        with planning():
             if self.settings.strict:
                 named = ", ".join(f"'{path or '(root)'}'" for path in paths)
                 raise UnsupportedModuleError(

@@ -163,7 +163,7 @@ class SecondLook:
             return None
         numbers = () if planned.numbers is None else planned.numbers.of(leaves) or ()
         bare = without_hooks(self.plans.model, type(self.plans.model))
-        with planning, unseen(), no_collection():
+        with planning(), unseen(), no_collection():
             sample = Sample.of(bare, *call)
             within = _needs_bytes(planned.network), planned.budget_bytes
             return look_again(bare, sample, basic, numbers, within=within)

@@ -201,7 +201,7 @@ class DecidingModule(PlannedModule):
     def _plan_step(self, call: Call, why: str, settings: Terms) -> ChosenStep:
         """Plan the blocks for a kind of call."""
         with (
-            planning,
+            planning(),
             torch.inference_mode(False),
             torch.enable_grad(),
             without_saved_hooks(),
