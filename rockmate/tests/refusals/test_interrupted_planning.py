@@ -102,24 +102,27 @@ def calls_of(
     Python drops what a weak reference's callback raises, a Ctrl-C as well, and goes on: then the
     next call is the one.
     """
-    count = 0
+    count, waits = 0, stop_at is not None
 
     def watch(frame: FrameType, event: str, _argument: object) -> None:
-        nonlocal count
+        nonlocal count, waits
         if event == "call":
             count += 1
             by = frame.f_back
             names = {frame.f_code.co_name, by.f_code.co_name if by else ""}
             if around is not None and by is not None and names & AROUND:
                 around.setdefault((by.f_code, by.f_lineno), count)
-            if stop_at is not None and count >= stop_at:
+            if waits and stop_at is not None and count >= stop_at:
+                waits = False  # one comes, also if this function is set again
                 sys.setprofile(None)
                 signal.raise_signal(signal.SIGINT)
 
     hook = sys.unraisablehook
 
     def dropped(what: Any) -> None:
+        nonlocal waits
         if what.exc_type is KeyboardInterrupt:
+            waits = True
             sys.setprofile(watch)
         else:
             hook(what)

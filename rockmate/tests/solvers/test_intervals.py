@@ -100,8 +100,13 @@ def test_node_order_keeps_what_is_recomputed() -> None:
 
 _ASKS = """
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from rockmate.solvers.intervals.cp_sat import cp_model
-sat = cp_model()
+sys.setswitchinterval(1e-6)
+with ThreadPoolExecutor(8) as pool:  # as blocks are solved
+    asked = [pool.submit(lambda: (cp_model().CpModel, cp_model())) for _ in range(8)]
+    sat, *others = [future.result()[1] for future in asked]
+assert all(other is sat for other in others)
 before = "pandas" in sys.modules
 from ortools.sat.python import cp_model as known
 model = sat.CpModel()
@@ -114,7 +119,7 @@ print(before, known is sat, solver.value(x), sat.pd.Index.__module__.split(".")[
 """
 
 
-def test_pandas_is_loaded_where_it_is_asked_for() -> None:
+def test_one_module_is_loaded_and_pandas_where_it_is_asked_for() -> None:
     # A process of its own: in this one, pandas may be there.
     ran = subprocess.run([sys.executable, "-c", _ASKS], check=True, capture_output=True, text=True)
     assert ran.stdout.split() == ["False", "True", "3", "pandas"]
