@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -211,6 +213,46 @@ def test_gradients_that_come_to_a_hook_are_not_written_to(autocast: bool, before
     assert all(map(torch.equal, kept[first], kept[second]))
     for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+_CALL, _IMPL = nn.Module.__call__, nn.Module._call_impl
+DOORS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "its class": lambda net, x: type(net.part).__call__(net.part, x),
+    "a name of torch's": lambda net, x: net.part._call_impl(x),
+    "another of torch's": lambda net, x: net.part._wrapped_call_impl(x),
+    "a function kept": lambda net, x: _CALL(net.part, x),
+    "another function kept": lambda net, x: _IMPL(net.part, x),
+    "a method kept": lambda net, x: net.kept(x),
+}
+
+
+class ByDoor(Skips):
+    """Calls a part otherwise than by `part(x)`."""
+
+    def __init__(self, door: str) -> None:
+        super().__init__()
+        self.door, self.kept = door, self.part.__call__
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(DOORS[self.door](self, self.first(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_hooks_of_a_part_see_gradients_whatever_calls_it(door: str) -> None:
+    found = []
+    for is_planned in (True, False):
+        torch.manual_seed(0)
+        model, x = ByDoor(door), torch.randn(8, 16)
+        seen = list[Tensor]()
+        model.part.register_full_backward_hook(
+            lambda _, given, got, seen=seen: seen.extend((*given, *got))
+        )
+        net = Rockmate(model, x, "1MiB", cost="flops") if is_planned else model
+        for _ in range(2):
+            net(x).square().sum().backward()
+        found.append([*seen, *(p.grad for p in model.parameters())])
+    assert len(found[0]) == len(found[1]) == 2 * 2 + 6
+    assert all(map(torch.equal, *found))
 
 
 class Clocked(nn.Module):

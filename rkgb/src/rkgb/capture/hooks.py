@@ -6,6 +6,7 @@ returns nothing is an observer hook: it is called with the real tensors of every
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from rkgb.errors import SideEffectError
 from rkgb.guards.code_watch import CodeWatch
 from rkgb.outside.changes import Outside
 from rkgb.recording.recorder import Recorder
+from rkgb.safeguards.refusals import has_backward_hooks, refuse_backward_hooks
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks")
 # Hooks of libraries that compute a weight, collect a module's result, or set requires_grad on a
@@ -30,6 +32,7 @@ class HookWatch:
         self,
         recorder: Recorder,
         codes: CodeWatch,
+        model: nn.Module,
         twin: nn.Module,
         outside: Outside,
         known: Sequence[Effect] = (),
@@ -42,6 +45,14 @@ class HookWatch:
                 hooks = getattr(module, table)
                 for key, hook in list(hooks.items()):
                     hooks[key] = self._watched(ObserverHook(path, table, key), hook)
+            if has_backward_hooks(model.get_submodule(path)):
+                # Whatever calls the module, such as its `_call_impl`, calls this.
+                refuse = functools.partial(self._refuse_recorded, model, path)
+                module.register_forward_pre_hook(refuse, prepend=True)
+
+    def _refuse_recorded(self, model: nn.Module, path: str, *_: object) -> None:
+        if not self.recorder.is_paused:  # otherwise it runs whole
+            refuse_backward_hooks(model, path)
 
     def _watched(self, look: ObserverHook, hook: Callable[..., Any]) -> Callable[..., Any]:
         def watched(module: nn.Module, *args: Any) -> Any:

@@ -58,7 +58,7 @@ from rkgb.recording.watch import (
     sets_by_hand,
 )
 from rkgb.safeguards.assignments import Arguments, AssignsError, Attributes, Hidden
-from rkgb.safeguards.refusals import explained, refuse_backward_hooks
+from rkgb.safeguards.refusals import explained
 from rkgb.safeguards.settling import Setting, SettlesError, all_settings, settings_of
 from rkgb.safeguards.side_effects import KeptState, Printed, RemembersError, Said
 from rkgb.safeguards.traces import without_traces
@@ -85,7 +85,7 @@ class RecordedStep:
             self.sample = self.sample.with_leaves(numbers.begin(self.sample.leaves))
         for module in (self.twin, *([] if numbers is None else numbers.owners)):
             self.sample.set_attributes(module)
-        self.places = Places(self.twin, functools.partial(refuse_backward_hooks, model))
+        self.places = Places(self.twin)
         self.recorder = asked.recorder(type(model).__name__, self.device, self.places)
         self.recorder.numbers = numbers
         own = dict(model.named_parameters())
@@ -115,7 +115,7 @@ class RecordedStep:
         self.copies: list[Tensor] = []  # of mutated arguments
         self.hidden, self.settling = Hidden(self.twin, way.hidden), way.settling
         self.hooks = HookWatch(
-            *(self.recorder, self.codes, self.twin, self.outside),
+            *(self.recorder, self.codes, model, self.twin, self.outside),
             () if known is None else known.effects,
         )
 

@@ -27,13 +27,9 @@ RunWhole = Callable[[str, nn.Module, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 class Places:
-    """Tracks the running module of a model; `here()` adds the line of the user's code.
+    """Tracks the running module of a model; `here()` adds the line of the user's code."""
 
-    `refuse` may refuse the call of a path that does not run whole.
-    """
-
-    def __init__(self, model: nn.Module, refuse: Callable[[str], None] = lambda _: None) -> None:
-        self._refuse = refuse
+    def __init__(self, model: nn.Module) -> None:
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._stack = [""]
         self._run_whole: Mapping[str, RunWhole] = {}
@@ -65,7 +61,6 @@ class Places:
             try:
                 whole = self._run_whole.get(path)
                 if whole is None:
-                    self._refuse(path)
                     return original(module, *args, **kwargs)
                 # `run` calls the module itself, and compilers inspect its attributes.
                 with patches.undone():
