@@ -10,6 +10,7 @@ checkers, `help` and `inspect.signature` see them in every function.
 
 from __future__ import annotations
 
+import contextvars
 import difflib
 import functools
 import inspect
@@ -177,14 +178,17 @@ class Arguments(OfSample):
 def called_with(
     kind: Callable[P, Given],
 ) -> Callable[[Callable[[Given], Result]], Callable[P, Result]]:
-    """Return a decorator: a function of an object is called with the arguments of its class."""
+    """Return a decorator: a function of an object is called with the arguments of its class.
+
+    It may run the user's forward, and what this sets in context variables is none of the caller's.
+    """
 
     def decorate(function: Callable[[Given], Result]) -> Callable[P, Result]:
         make = maker(kind, function.__qualname__.removesuffix(".__init__"))
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:
-            return function(make(*args, **kwargs))
+            return contextvars.copy_context().run(function, make(*args, **kwargs))
 
         return _signed(call, kind)
 
@@ -203,7 +207,7 @@ def method_called_with(
 
         @functools.wraps(function)
         def call(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> Result:
-            return function(self, make(*args, **kwargs))
+            return contextvars.copy_context().run(function, self, make(*args, **kwargs))
 
         return _signed(call, kind, "self")
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from oracles.training import assert_same_gradients
-from rkgb import SideEffectError
-from rockmate import InfeasibleBudgetError, Rockmate
+from rkgb import RkgbError, SideEffectError
+from rockmate import InfeasibleBudgetError, Rockmate, RockmateError, apply_to_blocks
 from runs.planned import wrap
 
 NAME = "ROCKMATE_TEST_SCALE"
@@ -135,6 +135,32 @@ LOCAL, CONTEXT = threading.local(), ContextVar("calls", default=0)
 ARRAY, NUMBERS = np.zeros(3), array.array("d", [0.0])
 _counted, _reset = _nonlocal()
 WORLD = World()
+
+
+UNSET = ContextVar("unset")
+
+
+@pytest.mark.parametrize("door", [Rockmate, apply_to_blocks])
+def test_planning_sets_no_context_variable(door):
+    """One without a value or a default is refused, as only tokens could take a value away."""
+
+    class Counts(nn.Linear):
+        def forward(self, x):
+            UNSET.set(UNSET.get(0) + 1)
+            return super().forward(x)
+
+    model, x = nn.Sequential(*(Counts(8, 8) for _ in range(3))), torch.randn(4, 8)
+    with pytest.raises(RkgbError if door is Rockmate else RockmateError) as refused:
+        door(model, x, "1MB")
+    assert UNSET.get(None) is None
+    if door is Rockmate:
+        assert "set it before (test_what_changes_by_use.py:" in str(refused.value)
+        token = UNSET.set(0)
+        planned = door(model, x, "1MB")
+        assert UNSET.get() == 0
+        planned(x)
+        assert UNSET.get() == 3
+        UNSET.reset(token)
 
 
 def _count(_):

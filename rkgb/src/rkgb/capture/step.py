@@ -7,7 +7,7 @@ new leaves on the same memory, so that the user's module is not affected.
 from __future__ import annotations
 
 import contextlib
-import functools
+import contextvars
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -141,6 +141,10 @@ class RecordedStep:
 
     def run(self, asked: AskedKind) -> BasicGraph:
         """Return the recording, with the memory of kernels if it is metered."""
+        # Context variables that it sets are set in a copy of the context.
+        return contextvars.copy_context().run(self._metered_or_not, asked)
+
+    def _metered_or_not(self, asked: AskedKind) -> BasicGraph:
         if not self.is_metered:
             return self._run(asked)
         found: list[BasicGraph] = []

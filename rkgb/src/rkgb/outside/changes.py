@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rkgb.errors import SideEffectError, in_module
+from rkgb.errors import NoStepError, SideEffectError, in_module
 from rkgb.guards.code_watch import Seen
 from rkgb.guards.entries import cell_content
 from rkgb.guards.holding import CACHED
@@ -168,6 +168,7 @@ class Outside:
 
         Raises:
             SideEffectError: with the module, and the line.
+            NoStepError: planning could not put it back.
         """
         self._refuse_first(
             self.reasons([*seen], copies),
@@ -248,6 +249,15 @@ class Outside:
         sources = Sources.of(seen, copies)
         for one in seen:
             yield from ((max(one.paths), f"reads {text}") for text in one.outside)
+        for variable in self.contents.given_for_good():
+            where = [one.where for one in sources.places.values() if one.read() is variable]
+            raise NoStepError.to_capture(
+                type(self._twin).__name__,
+                f"give the context variable '{variable.name}' a default, or set it before",
+                "its forward sets this variable, which has no value so far: planning, which runs "
+                "the forward more than once, could not take it away again",
+                ", ".join(where),
+            )
         changed = [*self.contents.changed()]
         put_back_from_now_on(changed)
         owners = {(id(owner), name) for owner, name in changed}

@@ -137,6 +137,17 @@ class Contents:
             elif self._meant(now) is not content and not is_used_up(content):
                 yield owner, name
 
+    def given_for_good(self) -> Iterator[ContextVar[Any]]:
+        """Yield the variables that had neither value nor default: only tokens take values away."""
+        for owner, content in self.held():
+            if not isinstance(owner, ContextVar) or content["value"] is not ABSENT:
+                continue
+            if owner.get(ABSENT) is not ABSENT:
+                try:
+                    Context().run(owner.get)
+                except LookupError:
+                    yield owner
+
     def used_up(self) -> Iterator[tuple[Any, str | None]]:
         """Yield the owners that hold something that changes by being used."""
         for (_, name), (owner, content) in self._held.items():
