@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -55,13 +56,15 @@ LEAVES: dict[str, tuple[Callable[[], object], Callable[[], Any]]] = {
         lambda: torch.set_autocast_dtype("cpu", torch.float16),
         lambda: torch.get_autocast_dtype("cpu"),
     ),
+    "prints": (lambda: torch.set_printoptions(precision=2), lambda: str(torch.ones(1) / 3)),
+    "numpy's errors": (lambda: np.seterr(all="ignore"), np.geterr),
     "casts": (lambda: torch.set_autocast_cache_enabled(False), torch.is_autocast_cache_enabled),
 }
 
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    with Modes():
+    with Modes(), np.errstate():
         yield
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
@@ -59,6 +60,7 @@ class Outside:
     ) -> None:
         self.contents = Contents(copy_of)
         self.held = Contents()  # of the copy of the module
+        self._context = copy_context()
         self.remembers = False  # whether functions have new results, which later calls read
         self._takes_parameters = takes_parameters
         self._twin, self._inside = twin, {*map(id, twin.modules())}
@@ -229,6 +231,17 @@ class Outside:
                     break
                 parts += part if isinstance(part, tuple) else ()
 
+    def _of_context(self) -> Iterator[tuple[str, str]]:
+        """Yield variables of the context that libraries set, such as numpy's for its errors.
+
+        What had neither value nor default is made at first use.
+        """
+        for variable, value in copy_context().items():
+            if not self.contents.knows(variable):
+                with contextlib.suppress(LookupError):
+                    if self._context.run(variable.get) is not value:
+                        yield "", f"sets the context variable '{variable.name}'"
+
     def changed_of_module(self) -> Iterator[tuple[Any, Mapping[Any, Any] | None, str]]:
         """Yield what the module leads to and holds otherwise: with what it held, and the path."""
         changed = {id(owner) for owner, _ in self.held.changed()}
@@ -286,6 +299,8 @@ class Outside:
         paths = {path for one in seen for path in one.paths}
         yield from self._of_classes(sources, paths, owners, own)
         yield from self._of_caches(seen)
+        if seen:  # what runs whole sets them in every step
+            yield from self._of_context()
         if of_piece:
             yield from self._of_modules(sources, paths, self._direct)
         else:

@@ -86,6 +86,10 @@ class Contents:
     def _all_meant(self, content: Any) -> Any:
         return _each(content, self._meant) if self._originals else content
 
+    def knows(self, owner: Any) -> bool:
+        """Whether what an owner held was kept."""
+        return (id(owner), None) in self._held
+
     def add_caches(self, caches: Iterable[Any]) -> None:
         """Let functions forget later what they compute from now on."""
         for cached in caches:

@@ -34,6 +34,10 @@ def _set_precision(value: str | None) -> None:
 _OTHERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "precision of products": (_precision, _set_precision),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "options of prints": (
+        torch._tensor_str.get_printoptions,
+        lambda options: torch.set_printoptions(**options),
+    ),
     "number of threads": (torch.get_num_threads, torch.set_num_threads),
     "autocast": _autocast("cpu"),
     "autocast of CUDA": _autocast("cuda"),

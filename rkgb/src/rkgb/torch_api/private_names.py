@@ -35,6 +35,7 @@ TO_RUN_STEPS = (  # all of them are there once torch is imported
     *(_C + name for name in ("_len_torch_dispatch_stack", "_len_torch_function_stack")),
     *(_C + name for name in ("_profiler.RecordScope.USER_SCOPE", "_select_conv_backend")),
     *("torch.UntypedStorage._expired", "torch._conj", "torch._neg_view", "torch._ops.OpOverload"),
+    "torch._tensor_str.get_printoptions",
     "torch.overrides._pop_mode_temporarily",
     "torch.autograd.Variable._execution_engine.queue_callback",
     *("torch.autograd._get_sequence_nr", "torch.autograd._profiler_enabled"),
