@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -169,7 +170,7 @@ class RecordedStep:
             contextlib.ExitStack() as stack,
             without_warnings(),
             set_detect_anomaly(False),  # which looks for NaN in each gradient: no decision
-            without_traces(self.said.add),
+            without_traces(self.said.add) as importing,
             printing_to(Printed(self.said, "stdout")),
             printing_to(Printed(self.said, "stderr"), "stderr"),
             no_reading(self.recorder),
@@ -177,6 +178,7 @@ class RecordedStep:
             self.recorder,
             contextlib.closing(self.outside.begin()),  # before patches are undone
         ):
+            self.codes.around_import = functools.partial(self._importing, importing)
             # Not a second mode, whose memory would be metered.
             self.recorder.kept_writes = KeptWrites(placed_parameters(self.twin))
             stack.callback(self.recorder.kept_writes.restore)
@@ -231,6 +233,14 @@ class RecordedStep:
             leaf_edges=backward.leaf_edges,
             flows=flows,
         )
+
+    @contextlib.contextmanager
+    def _importing(
+        self, leaving: Callable[[str], contextlib.AbstractContextManager[None]], name: str
+    ) -> Iterator[None]:
+        """Around the code of a module that the forward imports: it is not of the recording."""
+        with self.recorder.unwatched(), leaving(name):
+            yield
 
     def _graph(self, *, roots: tuple[str, ...], **found: Any) -> BasicGraph:
         """Return the recording, from the recorder's operations and the step's results."""

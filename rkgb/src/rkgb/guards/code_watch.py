@@ -58,8 +58,11 @@ class Seen:
             getattr(self, own.name).update(getattr(other, own.name))
 
 
-class _TorchFinder(importlib.abc.MetaPathFinder):
-    """Imports modules of torch, and what they import, while `watch` rests.
+_LOADERS = importlib.abc.FileLoader, importlib.machinery.ExtensionFileLoader
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Imports modules of torch and the user's, and what they import, while `watch` rests.
 
     A compiler keeps the builtins that it finds, and what runs once is no decision of a forward.
     """
@@ -68,18 +71,22 @@ class _TorchFinder(importlib.abc.MetaPathFinder):
         self._watch = watch
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if not fullname.startswith("torch."):
+        if not (fullname.startswith("torch.") or is_users(fullname)):
             return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        others = [getattr(f, "find_spec", None) for f in sys.meta_path if type(f) is not _Finder]
+        with self._watch.importing():
+            specs = (find(fullname, path, target) for find in others if find is not None)
+            spec = next(filter(None, specs), None)
         loader: Any = None if spec is None else spec.loader
-        if loader is not None:
+        if isinstance(loader, _LOADERS):  # one for each module
             written = loader.exec_module
+            around = self._watch.around_import if is_users(fullname) else contextlib.nullcontext
 
             def execute(module: Any) -> None:
-                with self._watch.importing():
+                with self._watch.importing(), around(fullname):
                     written(module)
 
-            loader.exec_module = execute
+            vars(loader)["exec_module"] = execute
         return spec
 
 
@@ -111,7 +118,10 @@ class CodeWatch:
         self._is_paused = self._rests = False
         self._leave: Callable[[], None] = lambda: None
         self._named = Patches([(builtins, n, self._noting(n)) for n in ("getattr", "hasattr")])
-        self._finder = _TorchFinder(self)
+        self._finder = _Finder(self)
+        self.around_import: Callable[[str], contextlib.AbstractContextManager[Any]] = (
+            contextlib.nullcontext
+        )
 
     def __enter__(self) -> CodeWatch:
         self._thread = threading.get_ident()
@@ -154,7 +164,7 @@ class CodeWatch:
         self._is_paused = False
 
     def importing(self) -> contextlib.AbstractContextManager[Any]:
-        """Around an import of torch's: it notes nothing, and finds Python's own builtins."""
+        """Around an import: it notes nothing, and finds Python's own builtins."""
         return self._named.undone() if self._is_paused else self.resting()
 
     @contextlib.contextmanager

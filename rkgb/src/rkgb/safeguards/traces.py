@@ -13,6 +13,7 @@ import contextlib
 import io
 import logging
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,7 +24,9 @@ import torch
 
 from rkgb.errors import NoStepError
 from rkgb.guards import Door, is_users
+from rkgb.module_state.start_of_call import numpy_state
 from rkgb.safeguards.interrupts import signals_wait
+from rkgb.safeguards.other_threads import same_state
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.quiet import printing_to, without_prints
 
@@ -48,20 +51,34 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND
 @contextlib.contextmanager
 def without_traces(
     said: Callable[[str, Callable[[], object]], object] | None = None,
-) -> Iterator[None]:
+) -> Iterator[Callable[[str], contextlib.AbstractContextManager[None]]]:
     """While active, what this thread does leaves nothing outside of the process.
 
     Prints and messages to loggers are dropped, the user's files to write are the null device, what
     changes files changes none, and the environment is put back in the end. What starts processes or
     connections is refused. `said` gets what loggers would have put out, and how; then prints are
-    the caller's matter.
+    the caller's matter. What it yields is for the code of a module that is imported by this name:
+    it runs once, and leaves what it leaves.
     """
     variables: dict[str, str | None] = {}  # of the environment, as they were
-    told = sys.stderr  # where our own messages go
+    streams = sys.stdout, sys.stderr  # the second is where our own messages go
+
+    @contextlib.contextmanager
+    def importing(name: str) -> Iterator[None]:
+        before = _drawn()
+        with patches.undone(), printing_to(streams[0]), printing_to(streams[1], "stderr"):
+            yield
+        if not all(map(same_state, before, _drawn())):
+            raise NoStepError.to_capture(
+                "the model",
+                f"import '{name}' before it is planned",
+                "its forward imports this module for the first time, and that draws random "
+                "numbers, or seeds: its first step alone would",
+            )
 
     def log(logger: logging.Logger, record: logging.LogRecord) -> None:
         if logger.name.partition(".")[0] in _APART:
-            with printing_to(told, "stderr"):
+            with printing_to(streams[1], "stderr"):
                 call_handlers(logger, record)
         elif said is not None and _is_put_out(logger, record):
             said(f"{record.getMessage()}\n", partial(logger.callHandlers, record))
@@ -91,13 +108,18 @@ def without_traces(
         with signals_wait(), patches, contextlib.ExitStack() as stack:
             for name in ("stdout", "stderr") if said is None else ():
                 stack.enter_context(without_prints(name))
-            yield
+            yield importing
     finally:
         for name, value in variables.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _drawn() -> tuple[Any, ...]:
+    """Return the states of the generators of random numbers that all share."""
+    return (torch.get_rng_state(),), random.getstate(), numpy_state()
 
 
 def _keep(name: Any, variables: dict[str, str | None]) -> None:
