@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from rkgb.guards.owners import is_ours
+from rkgb.guards.owners import is_ours, is_users
 
 _WAIT_S = 0.01
 _MOST_WAITS = 500  # nothing takes so long to be put back
@@ -77,15 +77,13 @@ def _again(number: int) -> None:
 
 
 def _puts_back(frame: FrameType | None) -> bool:
-    """Whether a function of ours in progress enters or leaves a context, or is at a `finally`."""
-    inner = ""  # the name of what a function has called
+    """Whether a context is entered or left, not by the user's code, or ours is at a `finally`."""
     while frame is not None:
-        code, name = frame.f_code, str(frame.f_globals.get("__name__"))
-        if is_ours(name) and (
-            inner in _AROUND or code.co_name in _AROUND or frame.f_lineno in _last(code.co_filename)
-        ):
+        code, name = frame.f_code, frame.f_globals.get("__name__")
+        if code.co_name in _AROUND and not is_users(name):
             return True
-        inner = code.co_name
+        if is_ours(name) and frame.f_lineno in _last(code.co_filename):
+            return True
         frame = frame.f_back
     return False
 
