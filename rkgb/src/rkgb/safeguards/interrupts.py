@@ -21,6 +21,9 @@ from typing import Any
 
 from rkgb.guards.owners import is_ours, is_users
 
+# Signals whose handlers stop what runs, or save it; those of profilers are heard at once.
+_NAMES = ("SIGINT", "SIGBREAK", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
+_SIGNALS = [signal.Signals[name] for name in _NAMES if name in signal.Signals.__members__]
 _WAIT_S = 0.01
 _MOST_WAITS = 500  # nothing takes so long to be put back
 _AROUND = frozenset(("__enter__", "__exit__", "enter_context"))
@@ -29,7 +32,7 @@ _state = threading.local()  # `.waits`: signals wait; only in the main thread
 
 @contextlib.contextmanager
 def signals_wait() -> Iterator[None]:
-    """While active, a handler in Python runs only when nothing is being put back.
+    """While active, handlers that may stop the work run only when nothing is being put back.
 
     It is for the main thread, as Python runs handlers there. Handlers that others install meanwhile
     stay.
@@ -37,7 +40,7 @@ def signals_wait() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or getattr(_state, "waits", False):
         yield
         return
-    handlers = {s: handler for s in signal.valid_signals() if callable(handler := _handler(s))}
+    handlers = {s: handler for s in _SIGNALS if callable(handler := signal.getsignal(s))}
     ours: dict[signal.Signals, Any] = {s: _later(handler) for s, handler in handlers.items()}
     _state.waits = True
     try:
@@ -49,11 +52,6 @@ def signals_wait() -> Iterator[None]:
             if signal.getsignal(number) is later:
                 signal.signal(number, handlers[number])
         _state.waits = False
-
-
-def _handler(number: int) -> Any:
-    with contextlib.suppress(ValueError):  # one that only the system names
-        return signal.getsignal(number)
 
 
 def _later(handler: Any) -> Any:
