@@ -210,7 +210,9 @@ class RecordedBackward:
         for node in nodes_from(root.grad_fn for root in roots):
             edges: dict[int, str | Whole] = {}
             for index, edge in enumerate(node.next_functions):
-                variable = getattr(edge[0], "variable", None)
+                # Not by `getattr`, which is watched as the user's.
+                is_leaf = type(edge[0]).__name__ == "AccumulateGrad"
+                variable = edge[0].variable if is_leaf else None
                 if edge in wholes:
                     edges[index] = wholes[edge]
                 if id(variable) in self.leaves:

@@ -86,7 +86,10 @@ class Door(Enum):
 
 def _holder(called: Any) -> Any:
     """Return the module or the class that a function was found in; None if it has none."""
-    own = getattr(called, "__self__", None)
+    try:
+        own = called.__self__  # not by `getattr`, which is watched as the user's
+    except AttributeError:
+        own = None
     kind = type(own)  # not `isinstance`, which asks objects what they are
     if issubclass(kind, ModuleType):
         return own

@@ -36,7 +36,7 @@ class TensorFacts:
         Raises:
             NotRecordedError: the answer is an object, or is not `known` in later steps.
         """
-        name = getattr(func, "__name__", "")
+        name = name_of_function(func)
         if name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", "")
         if name not in NAMES or not args or not isinstance(args[0], Tensor):
@@ -61,6 +61,14 @@ class TensorFacts:
             "for one that stands for it in a planned step",
             "ask for it outside of forward, and pass the answer as an argument",
         )
+
+
+def name_of_function(func: Any) -> str:
+    """Return the name of a function, without `getattr`, which is watched as the user's."""
+    try:
+        return str(func.__name__)
+    except AttributeError:
+        return ""
 
 
 class FactWatch(TorchFunctionMode):

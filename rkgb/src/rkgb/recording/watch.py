@@ -25,7 +25,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from rkgb.errors import NoStepError, NotRecordedError, ReadsDataError
 from rkgb.graphs.basic import ambient_autocast
 from rkgb.guards.owners import is_users
-from rkgb.recording.facts import TensorFacts
+from rkgb.recording.facts import TensorFacts, name_of_function
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.recorder import Recorder
 from rkgb.torch_api.compiled_code import BRANCHES, uncompiled
@@ -89,7 +89,7 @@ class CallWatch(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         func = _running(func)
-        name = getattr(func, "__name__", "")
+        name = name_of_function(func)
         if self.recorder.is_paused:
             return func(*args, **(kwargs or {}))
         if (answer := self.facts.answer(func, args)) is not None:
