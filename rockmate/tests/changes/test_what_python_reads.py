@@ -4,6 +4,7 @@ import abc
 import copy
 import decimal
 import functools
+import inspect
 import logging
 import numbers
 import sys
@@ -413,3 +414,24 @@ def test_values_that_python_takes_for_equal_are_told_apart(first, second):
     ours, theirs = planned(x), twin(x)
     assert torch.equal(ours, theirs)
     assert torch.equal(ours.signbit(), theirs.signbit())
+
+
+class AsksPython(nn.Module):
+    """Asks Python's own library, which reads `sys`, and for an attribute of the name `modules`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        count = len(inspect.signature(self.layer.forward).parameters)
+        return self.layer(x) * count * sum(1 for _ in self.modules())
+
+
+def test_an_import_elsewhere_needs_no_new_recording(monkeypatch, caplog):
+    x, rk = torch.randn(4, 8), Rockmate(AsksPython(), torch.randn(4, 8), 1.0, cost="flops")
+    rk(x).sum().backward()
+    monkeypatch.setitem(sys.modules, "imported_later", ModuleType("imported_later"))
+    with caplog.at_level(logging.DEBUG, "rockmate"):
+        rk(x).sum().backward()
+    assert "planning" not in caplog.text

@@ -233,13 +233,20 @@ class Sources:
             self._add(Source(function, "__code__", f"the code of {name}", ""), seen)
         for name in loads.globals:
             value = seen.globals.get(name)
-            if callable(value) or isinstance(value, ModuleType):
+            # Of modules of Python's own (`sys` leads to all modules) what is called is enough.
+            is_followed = isinstance(value, ModuleType) and not _is_pythons(value)
+            if callable(value) or is_followed:
                 self._add(Source(seen.globals, name, f"'{name}' of {home}", ""), seen)
             if isinstance(value, ModuleType) and not is_ours(value.__name__):
                 for called in loads.attributes.keys() & vars(value).keys():
                     if callable(vars(value)[called]):
                         told = f"'{called}' of {value.__name__}"
                         self._add(Source(vars(value), called, told, ""), seen)
+
+
+def _is_pythons(module: ModuleType) -> bool:
+    """Whether a module is of the standard library."""
+    return module.__name__.partition(".")[0] in sys.stdlib_module_names
 
 
 @dataclass(frozen=True)
