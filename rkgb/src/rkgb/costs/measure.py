@@ -7,7 +7,6 @@ buffers and inputs. So no network is too large.
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from rkgb.torch_api.private.autograd import set_grad_mode, straight_to_kernels
 
 _log = logging.getLogger("rkgb")
 _NOTHING = CallTime(0.0, 0.0)
+_FROM_ONE = ("pivots", "LU_pivots", "bag_size")  # arguments of kernels
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _benches(
     basic: BasicGraph, kinds: Mapping[str, Op], external: Mapping[str, Tensor], drawn: Drawn | None
 ) -> dict[str, Bench]:
     forward = {op.name for op in basic.ops}
-    chosen = {**_true_elements(basic), **_full_bags(basic, kinds.values())}
+    chosen = {**_true_elements(basic), **_counted_from_one(basic, kinds.values())}
     return {
         key: Bench(op, basic, external, op.name in forward, chosen, drawn)
         for key, op in kinds.items()
@@ -148,12 +148,19 @@ def _true_elements(basic: BasicGraph) -> dict[str, int]:
     }
 
 
-def _full_bags(basic: BasicGraph, ops: Iterable[Op]) -> dict[str, int]:
-    """Return the storages of embedding bags' sizes, filled so that no stand-in bag is empty."""
-    target = torch.ops.aten._embedding_bag_backward.default
-    sizes = [op.args[4] for op in ops if op.target is target]
-    found = (basic.infos[size.name] for size in sizes if isinstance(size, Ref))
-    return {info.alias_of: math.prod(info.shape) for info in found}
+def _counted_from_one(basic: BasicGraph, ops: Iterable[Op]) -> dict[str, int]:
+    """Return the storages whose stand-ins are ones: a kernel may refuse zeros, or run away.
+
+    That is pivots of factorisations, and sizes of embedding bags, none of which is empty then.
+    """
+    found = {}
+    for op in ops:
+        schema = getattr(op.target, "_schema", None)
+        for argument, value in zip(schema.arguments if schema else (), op.args, strict=False):
+            if argument.name in _FROM_ONE and isinstance(value, Ref):
+                info = basic.infos[value.name]
+                found[info.alias_of] = info.storage_bytes // info.dtype.itemsize
+    return found
 
 
 def _workspaces(

@@ -166,6 +166,7 @@ class BasicGraph:
     opaque: tuple[str, ...] = ()  # submodules that are opaque calls
     effects: tuple[Effect, ...] = ()  # if any, the outputs are (result, one value for each)
     reads: tuple[Read, ...] = ()  # guards on values, which each call has to meet
+    catches: bool = False  # the forward's Python may catch the error of an operation
     numbers: Numbers | None = None  # unspecialised numbers, if there are any
     flows: tuple[Flow, ...] = ()  # one per root, if there are several
     metered: Mapping[str, Metered] = field(default_factory=dict, compare=False, repr=False)

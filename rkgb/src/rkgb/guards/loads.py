@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dis
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
@@ -22,9 +22,13 @@ class Loads:
     imports: dict[str, int]  # modules that are imported in it
     stores: dict[str, int]  # global variables and those of functions around it that it sets
     compares: set[str]  # `IS`, but with constants, `IN`, `EQUALS`; also in what it makes
+    catches: bool = False  # errors that an operation on tensors may raise
 
 
 IS, IN, EQUALS = "is", "in", "=="
+_OTHER_ERRORS = frozenset(  # no operation on tensors raises them for other values
+    ("AttributeError", "EinopsError", "ImportError", "KeyError", "StopIteration", "TypeError")
+)
 # By these, a list is searched.
 _SEARCHES = frozenset(("index", "count", "remove"))
 OWN = "."  # before the name of an attribute that code of the user's asks for itself
@@ -45,7 +49,7 @@ def loads_of(code: CodeType) -> Loads:
 
 def _read(code: CodeType) -> Loads:
     found = Loads({}, {}, {}, {}, {}, set())
-    before = ""
+    before, loaded, catches = "", None, "suppress" in code.co_names
     line = code.co_firstlineno
     for step in dis.get_instructions(code):
         line = step.starts_line if isinstance(step.starts_line, int) else line
@@ -68,7 +72,9 @@ def _read(code: CodeType) -> Loads:
         elif kind.endswith("_DEREF") and name in code.co_freevars:
             stores = kind.startswith(("STORE", "DELETE"))
             (found.stores if stores else found.free).setdefault(name, line)
-        before = kind
+        catches |= kind == "CHECK_EXC_MATCH" and loaded not in _OTHER_ERRORS
+        catches |= kind == "POP_TOP" and before == "PUSH_EXC_INFO"  # `except:`
+        before, loaded = kind, name
     if not _SEARCHES.isdisjoint(found.attributes):
         found.compares.add(IN)
     for inner in code.co_consts:  # functions that it makes read its variables, and set them
@@ -82,4 +88,4 @@ def _read(code: CodeType) -> Loads:
         found.attributes.setdefault(ANY, line)
         texts = (held for held in code.co_consts if isinstance(held, str) and held.isidentifier())
         found.attributes.update((text, line) for text in texts if text not in found.attributes)
-    return found
+    return replace(found, catches=catches)

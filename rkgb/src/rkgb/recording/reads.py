@@ -118,11 +118,14 @@ class Reads(Values):
         """Return whether a computed value is read only by an assertion; the step repeats it."""
         fits = self.guards and not self.in_backward and len(args) == 1 and only_raises()
         if fits:
-            if self.repeated is not None and self.repeated.has_repeated:
-                raise NeedsContentError
-            path, source = self.places.here()
-            self.checks.append((path, source, args[0]))
+            self.add_check(args[0])
         return fits
+
+    def add_check(self, seen: Tensor) -> None:
+        """Note a computed value that decides whether the forward raises; steps compare it."""
+        if self.repeated is not None and self.repeated.has_repeated:
+            raise NeedsContentError
+        self.checks.append((*self.places.here(), seen))
 
     def refuse_blank(self, inputs: Sequence[str], results: Sequence[str]) -> None:
         """Refuse to read memory that no operation has written; an unseen kernel must have.

@@ -54,6 +54,10 @@ _VIEWS_IN_PLACE = {
     _aten.as_strided_.default: _aten.as_strided.default,
 }
 # They return their argument: same memory, same geometry.
+# They return nothing, and raise an error for some values: a program would leave them out.
+_CHECKS = frozenset(
+    (_aten._linalg_check_errors.default, _aten._assert_async.default, _aten._assert_async.msg)
+)
 _IDENTITIES = frozenset((_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default))
 
 
@@ -152,6 +156,11 @@ class Recorder(Reads, DispatchMode):
             return result
         if func in _VIEWS_IN_PLACE:
             return self._view_in_place(func, args, kwargs)
+        if func in _CHECKS and self.guards and not self.in_backward:
+            if self.argument(args[0]) not in self.known:
+                self.add_check(self._recorded(_aten.any.default, args[:1], {}))
+            with self.paused():
+                return func(*args, **kwargs)
         inputs: list[str] = []
         named_args = self._named(args, inputs)
         named_kwargs = self._named(kwargs, inputs)

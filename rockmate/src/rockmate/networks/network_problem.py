@@ -162,7 +162,8 @@ def _copies(leaf: Tensor, info: TensorInfo) -> int:
 def _buffer_bytes(leaf: Tensor, info: TensorInfo) -> int:
     """Return what torch takes on a CPU to copy a gradient that comes transposed."""
     is_transposed = info.stride == (1, info.shape[0]) if len(info.shape) == 2 else False
-    is_copied = is_transposed and leaf.device.type == "cpu" and leaf.is_contiguous()
+    is_large = leaf.numel() >= _TRANSPOSED and leaf.device.type == "cpu"
+    is_copied = is_transposed and is_large and leaf.is_contiguous()
     return _TRANSPOSED * info.dtype.itemsize if is_copied else 0
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rkgb import OtherWayError, RkgbError
 from rkgb.costs import op_key
 from rkgb.elements import (
     Assertion,
@@ -122,7 +123,8 @@ class Planned:
     def may_go_another_way(self) -> bool:
         """Whether a step may find that a guard fails."""
         checks = any(isinstance(effect, (Assertion, InputMutation)) for effect in self.effects)
-        return checks or bool(self.network.basic.whole_calls)
+        basic = self.network.basic
+        return checks or basic.catches or bool(basic.whole_calls)
 
     @cached_property
     def runs_parts_again(self) -> bool:
@@ -191,7 +193,17 @@ class Planned:
         if looks and not _is_captured(self.signature.device):
             keep = _all_contents if self.executor.is_due(model) else _contents_of_few
             self.executor.expected.warn_of_order(external)
-        outputs = self.executor(external, variant, model, numbers, keep)
+        try:
+            outputs = self.executor(external, variant, model, numbers, keep)
+        except (RkgbError, RockmateError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, ValueError, IndexError) as error:
+            if not self.network.basic.catches:
+                raise
+            raise OtherWayError(
+                f"an operation has raised {type(error).__name__}, which the forward may catch: "
+                f"{str(error).rstrip('.')}."
+            ) from error
         made = dict(zip(names, outputs, strict=True))
         results = [
             (made[out.name] if out.name in made else external[out.name])
