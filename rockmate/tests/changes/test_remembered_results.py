@@ -239,3 +239,41 @@ def test_planning_computes_nothing_for_a_step_that_calls_again(before: tuple[int
     for number in range(20, 27):  # it drops what it has not needed for longest
         model.say(number)
     assert model.say.cache_info().currsize == 4
+
+
+SCALES = {"now": 2.0}
+
+
+@functools.lru_cache
+def _table(size: int) -> Tensor:
+    return torch.arange(size) * SCALES["now"]
+
+
+@functools.cache
+def _number(size: int) -> float:
+    return size * SCALES["now"]
+
+
+@pytest.mark.parametrize("first", ["a step", "a call without gradients"])
+@pytest.mark.parametrize("kept", [_table, _number])
+def test_what_planning_computes_is_forgotten_if_what_it_reads_changes_before_steps(
+    kept: Callable[[int], Any], first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later changes are none: what functions remember stays as it was then."""
+    torch.manual_seed(0)
+    plain, x = Calls(lambda x: x * kept(8)), torch.randn(6, 8)
+    model, results = copy.deepcopy(plain), []
+    for is_planned in (True, False):
+        kept.cache_clear()  # type: ignore[attr-defined]
+        monkeypatch.setitem(SCALES, "now", 2.0)
+        net = plain
+        if is_planned:
+            net = Rockmate(model, (x,), ROOM_BYTES, cost="flops", cache=False, progress=False)
+        SCALES["now"] = 3.0
+        with torch.set_grad_enabled(first == "a step"):
+            found = [net(x).detach()]
+        SCALES["now"] = 4.0
+        y = net(x)
+        y.sum().backward()
+        results.append([*found, y.detach(), *(p.grad for p in net.parameters())])
+    assert all(map(torch.equal, *results))

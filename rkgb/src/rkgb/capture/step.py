@@ -313,6 +313,8 @@ class RecordedStep:
     def _sources(self) -> Sources:
         """Return the sources that the forward's Python has read, besides its arguments."""
         seen = [*self.codes.seen.values(), *self.backward_codes.seen.values()]
+        ran = {id(one.code) for one in seen}
+        seen += [one for one in self.outside.ran_for_results if id(one.code) not in ran]
         library = [*self.codes.library.values(), *self.backward_codes.library.values()]
         found = Sources.of(seen, self.originals, library)
         again = frozenset(self.places.called_again)

@@ -8,6 +8,7 @@ keeps what a second run of a part has to find there.
 """
 
 from rkgb.outside.contents import Contents
+from rkgb.outside.known import forget_computed
 from rkgb.outside.readable import Readable
 
-__all__ = ["Contents", "Readable"]
+__all__ = ["Contents", "Readable", "forget_computed"]

@@ -62,6 +62,7 @@ class Outside:
         self.held = Contents()  # of the copy of the module
         self._context = copy_context()
         self.remembers = False  # whether functions have new results, which later calls read
+        self.ran_for_results: list[Seen] = []  # when planning computed what is remembered
         self._takes_parameters = takes_parameters
         self._twin, self._inside = twin, {*map(id, twin.modules())}
         self._paths: dict[int, tuple[str, str]] = {}  # of owners: module, and attribute
@@ -180,7 +181,10 @@ class Outside:
         if not any(has_stand_ins(cached) for cached, _ in self.contents.caches.values()):
             ran = [cached for cached, _ in self._caches_of(seen)]
             self.remembers |= any(map(self.contents.new_results, ran))
-            relied_on.update(ran)
+            for cached in ran:
+                relied_on.setdefault(cached, ([*seen], self.contents.new_results(cached)))
+            for cached, _ in self.contents.caches.values():
+                self.ran_for_results += relied_on.get(cached, ((), ()))[0]
             self.contents.keep_results(relied_on)
 
     def refuse_read_elsewhere(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rkgb.guards.code_watch import Seen
 from rkgb.guards.entries import remembered
 from rkgb.guards.sources import Source
 from rkgb.outside.contents import Contents
@@ -27,7 +28,11 @@ _changing: dict[tuple[int, str | None], tuple[Callable[[], Any], str | None]] = 
 _leading: dict[Hashable, tuple[Source, frozenset[str]]] = {}
 # Functions of users that remember their results, of all models.
 remembering: weakref.WeakSet[Any] = weakref.WeakSet()
-relied_on: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose results a recording relies on
+# Those on whose results a recording relies, each with what ran when planning computed them, and by
+# what it remembers these.
+relied_on: weakref.WeakKeyDictionary[Any, tuple[Sequence[Seen], Sequence[Any]]] = (
+    weakref.WeakKeyDictionary()
+)
 # Tensors outside that forwards were seen to write to, by identity.
 _written: dict[int, weakref.ref[Tensor]] = {}
 
@@ -36,6 +41,15 @@ def forget_stand_ins(caches: Iterable[Any] = remembering) -> None:
     """Let functions forget their results where one is a tensor without content."""
     for cached in filter(has_stand_ins, [*caches]):
         cached.cache_clear()
+
+
+def forget_computed() -> None:
+    """Let functions forget what planning has computed: it would be something else by now."""
+    for cached, (_, keys) in relied_on.items():
+        table = remembered(cached)[0]
+        for key in [key for key in table if any(key is one for one in keys)]:
+            del table[key]
+    relied_on.clear()
 
 
 def has_stand_ins(cached: Any) -> bool:
@@ -60,9 +74,9 @@ class OutsideState:
     def __init__(self, *, lends: bool = False, copy_of: Callable[[Any], Any] | None = None) -> None:
         self._contents = Contents(copy_of)
         self._contents.add_caches(remembering)
-        relied_on.difference_update(
-            cached for cached, known in self._contents.caches.values() if not known
-        )
+        for cached, known in self._contents.caches.values():
+            if not known:
+                relied_on.pop(cached, None)
         held = [t for ref in _written.values() if (t := ref()) is not None]
         with unwatched() if held else contextlib.nullcontext(), torch.no_grad():
             self._tensors = [(t, t.detach().clone(), t._version) for t in held]

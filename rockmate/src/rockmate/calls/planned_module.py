@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rkgb import OpaquePieceError, OtherWayError, RkgbError
 from rkgb.elements import is_running, outermost
 from rkgb.module_state import StartOfCall
+from rkgb.outside import forget_computed
 from rkgb.recording import tensors_of, transparent_checkpoints
 from rkgb.torch_api import (
     changing_modes,
@@ -72,6 +73,7 @@ class PlannedModule(PlansOfModule):
     compiled_call: Any = None  # by `compile()` of the wrapper
     by_blocks: Any = None  # a plan of single blocks
     why = ""  # the reason if it is not planned as a whole
+    is_fresh = True  # has not run since it was planned
 
     def __init__(self, model: nn.Module, settings: Terms) -> None:
         super().__init__(model, settings)
@@ -85,6 +87,8 @@ class PlannedModule(PlansOfModule):
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the module: planned if it trains, plain otherwise."""
+        if self.is_fresh:
+            self._begin_to_run()
         if self.loss.is_open:
             self.loss.close()
         if not torch.is_grad_enabled() or is_plain() or is_transforming():
@@ -149,6 +153,13 @@ class PlannedModule(PlansOfModule):
         if self.loss.is_awaited:
             self.loss.follow(result)
         return result
+
+    def _begin_to_run(self) -> None:
+        """Before the first call, forget what functions remember of planning, if it has changed."""
+        self.is_fresh = False
+        state, states = self.watch.now(ambient()[0]).state, self.plans.states()
+        if states and not any(state is known for known in states):
+            forget_computed()
 
     def prepare(self, calls: Sequence[Call]) -> None:
         super().prepare(calls)
