@@ -139,7 +139,11 @@ class UnsupportedDeviceError(RkgbError, RuntimeError):
     """Memory cannot be counted, or random numbers not repeated, on this device or in this use."""
 
 
-class ReadsDataError(Exception):
+class StopsRecordingError(BaseException):
+    """Ends an attempt to record, past every `except Exception` of the forward."""
+
+
+class ReadsDataError(StopsRecordingError):
     """`what` (a decision of Python's, or a size) depends on values, perhaps in a backward."""
 
     def __init__(self, what: str, backward: str, module_path: str | None = None) -> None:
@@ -147,7 +151,7 @@ class ReadsDataError(Exception):
         self.what, self.backward, self.module_path = what, backward, module_path
 
 
-class WritesInputError(Exception):
+class WritesInputError(StopsRecordingError):
     """An operation writes to an input."""
 
     def __init__(self, name: str, operation: str, path: str, source: str) -> None:
@@ -155,7 +159,7 @@ class WritesInputError(Exception):
         self.name, self.operation, self.path, self.source = name, operation, path, source
 
 
-class NeedsContentError(Exception):
+class NeedsContentError(StopsRecordingError):
     """A value is read that was not computed, because its kernels were skipped."""
 
 
@@ -167,7 +171,7 @@ class OtherTangentsError(Exception):
         self.tried = tried  # what is known of the calls
 
 
-class NotRecordedError(Exception):
+class NotRecordedError(StopsRecordingError):
     """The forward does something that is no operation; `found` continues 'its forward …'."""
 
     def __init__(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.target import GradientCut, GradientPart, target_of
 from rkgb.elements.tensor_info import TensorInfo
-from rkgb.errors import RkgbError, TraceError
+from rkgb.errors import RkgbError, StopsRecordingError, TraceError
 from rkgb.graphs.basic import BackwardKind, Flow, HandOver, Tangent, autocast_as
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.watch import no_backward_inside, tensors_of
@@ -138,7 +138,7 @@ class RecordedBackward:
                     run_backward(roots, given)
             except RkgbError:
                 raise
-            except Exception as error:
+            except (Exception, StopsRecordingError) as error:
                 if not self.keep_content:  # it may have read a stand-in
                     raise recorder.reads_data("what a backward does") from error
                 path = getattr(error, "module_path", None)

@@ -22,6 +22,7 @@ from rkgb.elements.numbers import OPERATIONS, Numbers, TapeEntry, unspecialised,
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.sample import Sample
 from rkgb.elements.target import target_of
+from rkgb.errors import StopsRecordingError
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.differences import same_but_for_numbers
 from rkgb.recording.numbers import NumberTrace, types_watched
@@ -65,7 +66,10 @@ class FollowedNumbers:
                 basic = record(
                     *(model, other, kind), opaque=known.opaque, known=known, numbers=trace
                 )
-        except Exception as error:  # a model may not work with tracked numbers
+        except (
+            Exception,
+            StopsRecordingError,
+        ) as error:  # a model may not work with tracked numbers
             _log.debug("numbers are not followed: %s", error)
             return None
         finally:

@@ -18,6 +18,7 @@ from rkgb.device.chosen import device_of
 from rkgb.elements.op import Op, map_refs
 from rkgb.elements.sample import Sample, bind_inputs
 from rkgb.elements.trees import flatten
+from rkgb.errors import StopsRecordingError
 from rkgb.graphs.basic import BackwardKind, BasicGraph
 from rkgb.outside.known import forget_stand_ins
 from rkgb.torch_api.private.modes import without_content
@@ -97,7 +98,10 @@ def record_other_backward(
     """
     try:
         found = record_without_content(model, sample, known, kind)
-    except Exception as error:  # a recording on real tensors will raise it again
+    except (
+        Exception,
+        StopsRecordingError,
+    ) as error:  # a recording on real tensors will raise it again
         _log.debug("no recording without content: %s", error)
         return None
     if not _is_same_forward(found, known) or not _knows_backward(found, known):

@@ -34,6 +34,7 @@ from rkgb.errors import (
     NotRecordedError,
     RkgbError,
     SideEffectError,
+    StopsRecordingError,
     TraceError,
     UnsupportedDeviceError,
     WritesInputError,
@@ -338,7 +339,7 @@ class RecordedStep:
             raise
         except (AssignsError, SettlesError, NeedsContentError, WritesInputError):
             raise
-        except Exception as error:
+        except (Exception, StopsRecordingError) as error:
             raise explained(
                 *(self.twin, type(self.model).__name__, error, self.sample.leaves),
                 module_path=self.places.raised_in[-1],

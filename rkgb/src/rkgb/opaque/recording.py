@@ -15,7 +15,13 @@ from rkgb.elements.op import CAST, Op
 from rkgb.elements.spread import read_lazily
 from rkgb.elements.target import running_on
 from rkgb.elements.trees import flatten
-from rkgb.errors import BrokenPieceError, OtherTangentsError, RkgbError, SideEffectError
+from rkgb.errors import (
+    BrokenPieceError,
+    OtherTangentsError,
+    RkgbError,
+    SideEffectError,
+    StopsRecordingError,
+)
 from rkgb.graphs.basic import BasicGraph, ambient_autocast
 from rkgb.guards.code_watch import CodeWatch, Seen
 from rkgb.module_state.kept_writes import KeptTensors
@@ -235,7 +241,7 @@ class PieceRecorder:
                 found = self._run(call, module, tensors)
         except RkgbError:
             raise
-        except Exception as error:
+        except (Exception, StopsRecordingError) as error:
             raise BrokenPieceError(
                 f"cannot run module {call}: it raised {type(error).__name__}: {error}"
             ) from error

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rkgb.elements.module_paths import is_inside
+from rkgb.guards.loads import loads_of
 from rkgb.torch_api.patches import Patches
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
@@ -65,7 +66,7 @@ class Places:
                 # `run` calls the module itself, and compilers inspect its attributes.
                 with patches.undone():
                     return whole(path, module, args, kwargs)
-            except Exception as error:
+            except BaseException as error:
                 if self._raised is not error:
                     self._raised, self.raised_in = error, tuple(stack[1:])
                 raise
@@ -107,23 +108,33 @@ class Places:
         """
         return self._stack[-1], self._source()
 
+    def may_catch(self) -> bool:
+        """Return whether a running function of the user's may catch the error of an operation."""
+        return any(
+            kind == _USERS and loads_of(frame.f_code).catches for frame, kind, _ in self._running()
+        )
+
     def _source(self) -> str:
-        frame: FrameType | None = sys._getframe(2)
         torchs = ""
+        for frame, kind, name in self._running():
+            if kind == _USERS:
+                return f"{name}:{frame.f_lineno}"
+            if kind == _TORCHS and not torchs:
+                torchs = f"{name}:{frame.f_lineno}"
+        return torchs or "unknown source"
+
+    def _running(self) -> Iterator[tuple[FrameType, int, str]]:
+        """Yield the frames of the forward, the innermost first, with their kinds and files."""
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             code = frame.f_code
             found = self._kinds.get(code)
             if found is None:
                 found = self._kinds[code] = _kind(code.co_filename)
-            kind, name = found
-            if kind == _USERS:
-                return f"{name}:{frame.f_lineno}"
-            if kind == _OUTERMOST:
-                break
-            if kind == _TORCHS and not torchs:
-                torchs = f"{name}:{frame.f_lineno}"
+            if found[0] == _OUTERMOST:
+                return
+            yield frame, *found
             frame = frame.f_back
-        return torchs or "unknown source"
 
 
 # Kinds of frames: irrelevant ones, torch's own modules, the user's code, and the call of the model,

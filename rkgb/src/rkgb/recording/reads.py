@@ -21,9 +21,14 @@ from rkgb.recording.places import Places, only_raises
 from rkgb.recording.repeated import Blanks, RepeatedKernels
 from rkgb.recording.values import Values
 from rkgb.torch_api.private.autograd import current_autograd_node
+from rkgb.torch_api.private.tables import pytree
 
 _aten = torch.ops.aten
 _MOST_READ = 1 << 16  # limit of elements in one guard, if Python reads all of a tensor
+# They return nothing, and raise an error for some values: a program would leave them out.
+CHECKS = frozenset(
+    (_aten._linalg_check_errors.default, _aten._assert_async.default, _aten._assert_async.msg)
+)
 # The size of their result depends only on masks among their arguments.
 _MASKS = (torch.bool, torch.uint8)
 _SELECTIONS = (_aten.index.Tensor, _aten._unsafe_index.Tensor, _aten.masked_select.default)
@@ -127,6 +132,28 @@ class Reads(Values):
             raise NeedsContentError
         self.checks.append((*self.places.here(), seen))
 
+    def refuse_caught(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Refuse an operation that has raised an error for its values, where that may be caught.
+
+        For other values it would not. Raises ReadsDataError.
+        """
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if self.in_backward or self.known.issuperset(map(self.argument, tensors)):
+            return
+        if not self.places.may_catch() or func in CHECKS:
+            return
+        if self.repeated is not None and self.repeated.has_repeated:
+            raise NeedsContentError
+        with self.paused():
+            try:
+                like = pytree.tree_map(_without_content, (args, dict(kwargs)))
+                func(*like[0], **like[1])
+            except NotImplementedError:
+                pass
+            except Exception:  # already for their shapes and types
+                return
+        raise self.reads_data(f"whether '{func}' raises an error")
+
     def refuse_blank(self, inputs: Sequence[str], results: Sequence[str]) -> None:
         """Refuse to read memory that no operation has written; an unseen kernel must have.
 
@@ -170,6 +197,12 @@ class Reads(Values):
     def note(self, kind: Literal["number", "size", "content"], op: Op, value: Any) -> None:
         """Note what Python has read."""
         self.reads.append(Read(kind, op, len(self.forward), value))
+
+
+def _without_content(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def refuse_shell(tensor: Tensor | None) -> None:

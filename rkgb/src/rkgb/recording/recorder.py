@@ -21,6 +21,7 @@ from rkgb.errors import (
     DrawsAgainError,
     InvalidGraphError,
     NotRecordedError,
+    RkgbError,
     SideEffectError,
     WritesInputError,
     in_module,
@@ -36,7 +37,7 @@ from rkgb.recording.kernels import (
 )
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.places import Places
-from rkgb.recording.reads import Reads, refuse_shell
+from rkgb.recording.reads import CHECKS, Reads, refuse_shell
 from rkgb.torch_api.kernel_choice import Flags, FlagWatch, UnknownFlagError
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.private.autograd import current_autograd_node, latest_sequence_nr
@@ -54,10 +55,6 @@ _VIEWS_IN_PLACE = {
     _aten.as_strided_.default: _aten.as_strided.default,
 }
 # They return their argument: same memory, same geometry.
-# They return nothing, and raise an error for some values: a program would leave them out.
-_CHECKS = frozenset(
-    (_aten._linalg_check_errors.default, _aten._assert_async.default, _aten._assert_async.msg)
-)
 _IDENTITIES = frozenset((_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default))
 
 
@@ -134,14 +131,18 @@ class Recorder(Reads, DispatchMode):
             yield
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        watch = self.following
-        if self.is_paused or watch is None:
-            return self._recorded(func, args, kwargs)
-        watch.pause()
+        watch = None if self.is_paused else self.following
+        if watch is not None:
+            watch.pause()
         try:
             return self._recorded(func, args, kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if not self.is_paused and not isinstance(error, RkgbError):
+                self.refuse_caught(func, args, kwargs)
+            raise
         finally:
-            watch.go_on()
+            if watch is not None:
+                watch.go_on()
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.is_paused:
@@ -156,7 +157,7 @@ class Recorder(Reads, DispatchMode):
             return result
         if func in _VIEWS_IN_PLACE:
             return self._view_in_place(func, args, kwargs)
-        if func in _CHECKS and self.guards and not self.in_backward:
+        if func in CHECKS and self.guards and not self.in_backward:
             if self.argument(args[0]) not in self.known:
                 self.add_check(self._recorded(_aten.any.default, args[:1], {}))
             with self.paused():

@@ -200,7 +200,7 @@ def _same_objects(first: Sequence[Any], second: Sequence[Any]) -> bool:
 def refused_calls(recorder: Recorder) -> Patches:
     """While active, refuse calls that seed torch, branch on values, or start threads."""
 
-    def refusing(original: Callable[..., Any], error: Exception) -> Callable[..., Any]:
+    def refusing(original: Callable[..., Any], error: BaseException) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
             if recorder.is_paused:
                 return original(*args, **kwargs)
@@ -213,7 +213,7 @@ def refused_calls(recorder: Recorder) -> Patches:
         "seed outside of forward",
     )
     branches = ReadsDataError("control flow", "")
-    places: list[tuple[Any, str, Exception]] = [(torch, name, branches) for name in BRANCHES]
+    places: list[tuple[Any, str, BaseException]] = [(torch, name, branches) for name in BRANCHES]
     places += [(p, name, seeds) for p in (torch, torch.random, torch.cuda) for name in _SEEDING]
     places.append((torch, "set_default_dtype", NotRecordedError("sets torch's default dtype")))
     elsewhere = NotRecordedError("hands work to another thread or process, where nothing is seen")

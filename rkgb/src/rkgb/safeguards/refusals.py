@@ -161,7 +161,7 @@ _USUAL_HINT = (
 def explained(
     model: nn.Module,
     name: str,
-    error: Exception,
+    error: BaseException,
     leaves: Sequence[Any] = (),
     *,
     module_path: str | None,
