@@ -26,7 +26,8 @@ SMALL_WAYS: tuple[tuple[str, int | float], ...] = (
     *(("segments", 0.7), ("segments", 0.4), ("auto", 0.6), ("recompute_all", 0.01)),
 )
 SIZES = (4, 4, 4, 4, 2, 3, 1, 0)
-WITH_BUFFERS = {name for name in PLAIN if re.search("batch norm|spectral|running", name)}
+# Of the plain ones, those whose forward sets something of their own.
+SETTING = {name for name in PLAIN if re.search("batch norm|spectral|running|pruned", name)}
 NUMBERS = (2.0, 0.25, 3.0, 0.5, True, 1.0)
 
 
@@ -89,7 +90,7 @@ def _network(chance: random.Random) -> Network:
 
 def _block(chance: random.Random, layers: tuple[Layer, ...]) -> Block:
     own = chance.random() < 0.5
-    keeps_nothing = all(layer.form in PLAIN - WITH_BUFFERS for layer in layers)
+    keeps_nothing = all(layer.form in PLAIN - SETTING for layer in layers)
     calls = 2 if own and chance.random() < 0.1 else 1
     return Block(
         layers,
@@ -97,7 +98,7 @@ def _block(chance: random.Random, layers: tuple[Layer, ...]) -> Block:
         residual=chance.random() < 0.25,
         calls=calls,
         shown=chance.random() < 0.15,
-        # A checkpoint runs its forward twice, and writes buffers twice; a plan does once, as said.
+        # A checkpoint runs its forward twice, and sets all this twice; a plan does once, as said.
         checkpointed=own and calls == 1 and keeps_nothing and chance.random() < 0.1,
     )
 

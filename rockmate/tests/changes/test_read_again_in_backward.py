@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from rockmate import Rockmate, UnsupportedModuleError
@@ -133,3 +134,46 @@ def test_a_refusal_names_the_variable_that_changed(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UnsupportedModuleError, match="reads global 'LAST'") as refused:
         _step(rk, model, lambda _: change())
     assert "SCALES" not in str(refused.value)
+
+
+class Setting(nn.Module):
+    """Its checkpointed part sets a buffer, a weight and a counter."""
+
+    def __init__(self, *, checkpoints: bool) -> None:
+        super().__init__()
+        self.part = nn.Sequential(
+            prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.3), nn.BatchNorm1d(8), Counted()
+        )
+        self.last, self.checkpoints = nn.Linear(8, 4), checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.part, x, use_reentrant=False) if self.checkpoints else self.part(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+class Counted(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+def test_what_a_checkpoint_sets_is_set_once_a_step() -> None:
+    """As without the checkpoint, also where another forward runs before the backward."""
+    found = []
+    for is_planned in (True, False):
+        torch.manual_seed(0)
+        model, x = Setting(checkpoints=is_planned), torch.randn(16, 8)
+        net = Rockmate(model, (x,), 2**20, cost="flops") if is_planned else model
+        for _ in range(2):
+            y = net(x)
+            with torch.no_grad():
+                other = net(x + 1)
+            y.square().sum().backward()
+        pruned: Any = model.part[0]
+        counted: Any = model.part[2]
+        assert counted.calls == 4
+        tensors = [y.detach(), other, pruned.weight.detach(), *model.buffers()]
+        found.append([*tensors, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *found))
