@@ -50,6 +50,7 @@ from rkgb.torch_api.private.modes import (
     dispatch_mode_stack,
     is_abstract,
     is_transforming,
+    shares_parametrizations,
     unwatched,
 )
 from rkgb.torch_api.private.tables import dict_versions, group_store, same_kinds
@@ -104,6 +105,7 @@ __all__ = [
     "same_kinds",
     "set_sequence_nr",
     "settings_of",
+    "shares_parametrizations",
     "straight_to_kernels",
     "unusual_facts",
     "unwatched",

@@ -42,6 +42,7 @@ TO_RUN_STEPS = (  # all of them are there once torch is imported
     *("torch.autograd.forward_ad._current_level", "torch.autograd.graph._engine_run_backward"),
     *(f"torch.nn.modules.module._global_{h}_hooks" for h in ("forward_pre", "forward")),
     *(f"torch.nn.modules.module._global_{h}_hooks" for h in ("backward_pre", "backward")),
+    "torch.nn.utils.parametrize._cache_enabled",
     *("torch.utils._device.DeviceContext", "torch.utils._pytree"),
     "torch.utils._config_module.ConfigModule",
     *(f"torch.utils._python_dispatch.{n}" for n in ("TorchDispatchMode", "_pop_mode_temporarily")),

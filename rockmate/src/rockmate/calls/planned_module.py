@@ -23,6 +23,7 @@ from rkgb.torch_api import (
     is_abstract,
     is_transforming,
     may_change_saved,
+    shares_parametrizations,
 )
 from rockmate.arguments import Call
 from rockmate.calls.loss_outside import LossOutside
@@ -53,6 +54,10 @@ _MODES = (
 _SAVED_HOOKS = (
     "Hooks on saved tensors may change their values (compression), and a planned step saves fewer "
     "tensors than the plain one. | Leave the hooks out, since the plan saves memory already."
+)
+_SHARED = (
+    "Calls share what parametrizations compute (torch.nn.utils.parametrize.cached), and a planned "
+    "step is one call. | Use `with parametrize.cached()` inside of the forward, or leave it out."
 )
 _PARTS_AGAIN = (
     "Hooks on saved tensors, such as a checkpoint's, are around a step whose plan runs parts again "
@@ -185,6 +190,8 @@ class PlannedModule(PlansOfModule):
             return _GLOBAL_HOOKS
         if current_dispatch_modes() and (modes := changing_modes()):
             return _MODES.format(modes[-1])
+        if shares_parametrizations(self.model):
+            return _SHARED
         return _SAVED_HOOKS if may_change_saved() else ""
 
     def _plainly(self, why: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,6 +46,11 @@ class DispatchMode(TorchDispatchMode):
 
 # Modes under which tensors have no values, or are traced.
 _TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
+
+
+def shares_parametrizations(model: torch.nn.Module) -> bool:
+    """Return whether calls share what parametrizations of this model compute."""
+    return parametrize._cache_enabled > 0 and any(map(parametrize.is_parametrized, model.modules()))
 
 
 def is_transforming() -> bool:
