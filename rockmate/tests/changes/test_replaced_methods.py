@@ -1,6 +1,7 @@
-"""Methods of tensors that a user has replaced, as libraries do to count or to mend them."""
+"""Methods and functions of torch that a user has replaced, as libraries do to mend them."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -48,6 +49,57 @@ def test_a_replaced_method_runs_once_a_call(name, at, monkeypatch):
     if at is None:
         replace()
     planned = Rockmate(model, x, 0.7, cost="flops")
+    ours = _trained(planned, x, replace, at)
+    monkeypatch.undo()
+    if at is None:
+        replace()
+    assert all(map(torch.equal, ours, _trained(twin, x, replace, at)))
+
+
+class Normed(nn.Module):
+    """Calls functions that torch has written in Python, so that a watch calls them once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x):
+        return nn.functional.relu(self.linear(self.norm(x))).norm(dim=1)
+
+
+_relu, _layer_norm, _norm = nn.functional.relu, nn.functional.layer_norm, torch.Tensor.norm
+
+
+@functools.wraps(_layer_norm)
+def _wrapped(x, *args, **kwargs):
+    return _layer_norm(x * 2, *args, **kwargs) + 1
+
+
+REPLACED = {
+    "a lambda that takes less": (nn.functional, "relu", lambda x: _relu(x) + 0.1),
+    "a wrapper": (nn.functional, "layer_norm", _wrapped),
+    "a partial function": (
+        nn.functional,
+        "layer_norm",
+        functools.partial(lambda add, x, *args: _layer_norm(x, *args) + add, 0.5),
+    ),
+    "a method in Python": (torch.Tensor, "norm", lambda x, **options: _norm(x, **options) + 1),
+}
+
+
+@pytest.mark.parametrize("at", [None, 1])
+@pytest.mark.parametrize("case", REPLACED)
+def test_a_replaced_function_runs_once_a_call(case, at, monkeypatch):
+    torch.manual_seed(0)
+    model, x = Normed(), torch.randn(32, 16)
+    twin = copy.deepcopy(model)
+
+    def replace():
+        monkeypatch.setattr(*REPLACED[case])
+
+    if at is None:
+        replace()
+    planned = Rockmate(model, x, 1.0, cost="flops")
     ours = _trained(planned, x, replace, at)
     monkeypatch.undo()
     if at is None:

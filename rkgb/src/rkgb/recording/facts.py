@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FrameType
+from functools import partial
+from types import FrameType, FunctionType
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from rkgb.errors import NotRecordedError
 from rkgb.guards.owners import is_users
@@ -71,6 +72,27 @@ def name_of_function(func: Any) -> str:
         return ""
 
 
+def running(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of torch that runs, asked by the `__torch_function__` of a mode.
+
+    Torch looks it up by its name. Where a user has replaced it there, theirs has called torch's,
+    and must not run once more.
+    """
+    if isinstance(func, FunctionType):
+        is_torchs = str(func.__globals__.get("__name__")).startswith("torch")
+    else:
+        is_torchs = not isinstance(func, partial) and not is_users(type(func).__module__)
+    if is_torchs:
+        return func
+    frame = sys._getframe(2)
+    if frame.f_code is handle_torch_function.__code__ and frame.f_back is not None:
+        code = frame.f_back.f_code
+        return func if code.co_freevars else FunctionType(code, frame.f_back.f_globals)
+    name = next((name for name, value in vars(Tensor).items() if value is func), "")
+    method: Callable[..., Any] = getattr(Tensor.__base__, name, func)
+    return method
+
+
 class FactWatch(TorchFunctionMode):
     """While active, tensors answer as the user's, or refuse to where that is not `known` later."""
 
@@ -85,6 +107,7 @@ class FactWatch(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        func = running(func)
         answer = self._facts.answer(func, args, known=self._known)
         return func(*args, **(kwargs or {})) if answer is None else answer[0]
 

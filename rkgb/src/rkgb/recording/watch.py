@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from rkgb.errors import NoStepError, NotRecordedError, ReadsDataError
 from rkgb.graphs.basic import ambient_autocast
 from rkgb.guards.owners import is_users
-from rkgb.recording.facts import TensorFacts, name_of_function
+from rkgb.recording.facts import TensorFacts, name_of_function, running
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.recorder import Recorder
 from rkgb.torch_api.compiled_code import BRANCHES, uncompiled
@@ -88,7 +87,7 @@ class CallWatch(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        func = _running(func)
+        func = running(func)
         name = name_of_function(func)
         if self.recorder.is_paused:
             return func(*args, **(kwargs or {}))
@@ -129,18 +128,6 @@ class CallWatch(TorchFunctionMode):
         numbers.check(func, args, kwargs, len(found))
         with self.recorder.taking(found):
             return func(*plain_args, **plain_kwargs)
-
-
-def _running(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method that runs: torch looks methods in C up by their names in `Tensor`.
-
-    Where a user has replaced one there, theirs has called torch's, and must not run once more.
-    """
-    if not isinstance(func, FunctionType) or func.__module__.startswith("torch"):
-        return func
-    name = next((name for name, value in vars(Tensor).items() if value is func), "")
-    own: Callable[..., Any] = getattr(Tensor.__base__, name, func)
-    return own
 
 
 def _is_other_watched(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
