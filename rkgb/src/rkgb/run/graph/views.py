@@ -1,9 +1,10 @@
 """The graph that is run: with fewer views, and with its backward divided among the nodes.
 
 A view is a geometry on a storage: shape, strides, offset. Two views with the same geometry are
-merged (a weight's gradient that is transposed twice). A chain of views of which only the last is
-read becomes one call of `as_strided` on the start of the chain. So does a single view, because that
-call is the fastest.
+merged (a weight's gradient that is transposed twice), but not in two backwards if a forward makes
+the storage, as a plan may drop it between them and make it again. A chain of views of which only
+the last is read becomes one call of `as_strided` on the start of the chain. So does a single view,
+because that call is the fastest.
 
 External tensors (parameters, inputs, gradients of outputs) may have another offset in their storage
 at another step. Two of them that share memory in the recording may not share it then. So views of
@@ -16,7 +17,7 @@ that it has kept. The same kernel can return that view directly, with the same s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,9 +74,11 @@ def _with_backward(
     views.note(basic.externals)
     made = {name for node in sg.nodes for op in node.ops for name in op.results if name}
     views.note(name for node in sg.nodes for op in node.ops for name in op.results if name)
+    roots = {basic.infos[name].alias_of for name in made if name in basic.infos}
     parts: list[list[Op]] = [[] for _ in slices]
     for index in reversed(range(len(slices))):
         parts[index] = views.merged(views.restored(slices[index][0], made))
+        views.forget(parts[index], roots)
     uses = Counter(name for part in parts for op in part for name in dict.fromkeys(op.inputs))
     uses.update(views.current(h.value) for _, give in slices for h in give)
     nodes = []
@@ -101,6 +104,8 @@ class _Views:
         self.returned = returned  # each is a separate tensor with a separate gradient
         self.sources = dict(sources)
         self.first: dict[tuple[object, ...], str] = {}
+        self._restored: list[str] = []  # by all backwards so far
+        self._stale: set[str] = set()  # by earlier ones only
 
     def current(self, name: str) -> str:
         return self.same.get(name, name)
@@ -115,12 +120,25 @@ class _Views:
         for op in ops:
             for name in op.inputs:
                 source = self.sources.get(name)
-                if source is not None and name not in made and name not in self.same:
-                    again = f"{name}_view"
+                if source is None or name in made:
+                    continue
+                if name not in self.same or name in self._stale:
+                    self._restored.append(name)
+                    self._stale.discard(name)
+                    again = f"{name}_view_{len(self._restored)}"
                     result.append(self._strided(replace(op, name=again, writes=()), again, name))
                     self.same[name] = again
             result.append(op)
         return result
+
+    def forget(self, ops: Iterable[Op], roots: Container[str]) -> None:
+        """Forget the views of these storages that a backward makes."""
+        self._stale.update(self._restored)
+        for op in ops:
+            if self._is_view(op) and self.infos[name := op.results[0]].alias_of in roots:
+                geometry = self._geometry(name)
+                if self.first.get(geometry) == name:
+                    del self.first[geometry]
 
     def _strided(self, op: Op, name: str, like: str) -> Op:
         base = like
