@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.utils._device import _device_constructors
 
 from rkgb import TraceError
-from rkgb.recording.watch import transparent_checkpoints
+from rkgb.recording.watch import _surroundings, transparent_checkpoints
 from rkgb.torch_api import private_names
 from rkgb.torch_api.private_names import called_of, refuse_missing
 
@@ -114,6 +117,27 @@ def test_what_is_replaced_around_checkpoints_is_called(monkeypatch: pytest.Monke
                 pass
     finally:
         watch._surroundings_of_checkpoints.cache_clear()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda surroundings: surroundings(abs, False, None, "default", False, True, 1),
+        lambda surroundings: surroundings(abs, (1,), {}, preserve_rng_state=False, debug=False),
+    ],
+    ids=["torch 2.13", "torch 2.14"],
+)
+def test_checkpoints_say_by_place_or_by_name_that_no_random_state_is_kept(call: Any) -> None:
+    kept: list[bool] = []
+
+    @contextlib.contextmanager
+    def around(keeps: bool) -> Iterator[None]:
+        kept.append(keeps)
+        yield
+
+    for _ in call(partial(_surroundings, around)):
+        assert kept == [False]
+    assert kept
 
 
 @pytest.mark.parametrize("package", ["rkgb", "rotor", "rockmate"])

@@ -297,14 +297,11 @@ def transparent_checkpoints(around: Around = contextlib.nullcontext) -> Iterator
 
 
 def _surroundings(
-    around: Around,
-    _function: Callable[..., Any],
-    preserve_rng_state: bool = True,
-    *_args: Any,
-    **_kwargs: Any,
+    around: Around, _function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Iterator[None]:
     """Stand in for what torch does around the function of a checkpoint."""
-    with around(preserve_rng_state):
+    # Torch 2.14 gives it by name, after the function's arguments; older ones give it first.
+    with around(kwargs["preserve_rng_state"] if "preserve_rng_state" in kwargs else args[0]):
         yield
 
 
