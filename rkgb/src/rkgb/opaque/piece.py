@@ -13,7 +13,7 @@ operations were recorded with them; otherwise the step raises an error.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,6 +56,8 @@ class Seen:
     # Results of which others are computed inside, or that are arguments, in order. A part of their
     # gradient stays inside: who asks for it outside would miss that part.
     inner: tuple[int, ...]
+    # What Python learns of each result from how it was made, or which input it is, from 1 on.
+    facts: tuple[Mapping[str, Any] | int, ...]
     differentiable: tuple[bool, ...]
     tangents: Tangents  # with which the gradients were seen
     casts: tuple[str, ...]  # parameters that autocast casts in it, once per region

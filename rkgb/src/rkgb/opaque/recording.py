@@ -36,7 +36,14 @@ from rkgb.recording.facts import TensorFacts
 from rkgb.recording.recorder import Recorder
 from rkgb.torch_api.modes_left import Modes
 from rkgb.torch_api.private.autograd import without_saved_hooks
-from rkgb.torch_api.tensor_facts import placed_parameters, stands_for_another, written_on
+from rkgb.torch_api.tensor_facts import (
+    answering_as,
+    facts_of_result,
+    original_fact,
+    placed_parameters,
+    stands_for_another,
+    written_on,
+)
 
 
 class PieceRecorder:
@@ -336,6 +343,12 @@ class PieceRecorder:
             parameters = [self.twin.get_parameter(name) for name, n in named for _ in range(n)]
             outputs = list(Connect.apply(link, list(made), *tensors, *parameters))  # type: ignore[no-untyped-call]
         link.named(outputs)
+        for output, facts, place in zip(outputs, piece.facts, piece.lies_in, strict=True):
+            if isinstance(facts, int):
+                answering_as(output, facts_of_result(tensors[facts - 1]))
+                continue
+            written = 0 if place < 0 else original_fact(tensors[place], "_version")
+            answering_as(output, {**facts, "_version": facts["_version"] + written})
         return outputs
 
 

@@ -29,7 +29,7 @@ from rkgb.torch_api.by_values import TakingMost
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.private.autograd import gradients_kept, nodes_from
 from rkgb.torch_api.private.memory import weak_storage
-from rkgb.torch_api.tensor_facts import standing_for
+from rkgb.torch_api.tensor_facts import facts_of_result, standing_for
 
 
 @dataclass
@@ -238,6 +238,8 @@ class Trials:
         leaves_used = inner.strangers()
         cast = inner.casts() if call.autocast is not None else ()
         buffers = {id(buffer) for buffer in self.twin.buffers()}
+        given_at = {id(tensor): place for place, tensor in enumerate(inputs, 1)}
+        facts = tuple(given_at.get(id(t)) or facts_of_result(t) for t in results)
         foreign = [t for t in leaves_used if id(t) not in self.names and id(t) not in buffers]
         made = [settled(t.detach()) for t in results]
         differentiable = tuple(t.requires_grad for t in results)
@@ -275,6 +277,7 @@ class Trials:
             kinds=tuple(map(TensorKind.of, made)),
             lies_in=tuple(taken.get(storage_id(t), -1) for t in made),
             inner=nested,
+            facts=facts,
             differentiable=differentiable,
             tangents=layouts,
             casts=tuple(n for at, n in enumerate(call.parameters, len(tensors)) if at in cast),

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 _MARK = "_rkgb_facts"  # attribute of a tensor that stands for another one
+_MADE = "_rkgb_made"  # of one that stands for a result: what that answers to these
+_OF_RESULTS = ("_base", "_is_view", "_version", "output_nr")
 
 
-def _version(tensor: Tensor) -> Hashable:
+def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -79,9 +81,19 @@ def _among(asked: frozenset[str]) -> tuple[str, ...]:
 def standing_for(tensor: Tensor, other: Tensor) -> Tensor:
     """Let a tensor stand for another: it gets what is written on it, and remembers its facts."""
     attributes = _attributes_of(other)
-    known = attributes.get(_MARK) or {name: fact(other, name) for name in _FACTS}
+    known = attributes.get(_MARK) or {name: original_fact(other, name) for name in _FACTS}
     vars(tensor).update({**attributes, _MARK: known})
     return tensor
+
+
+def facts_of_result(tensor: Tensor) -> dict[str, Any]:
+    """Return what a result answers that depends on how it was made."""
+    return {name: original_fact(tensor, name) for name in _OF_RESULTS}
+
+
+def answering_as(tensor: Tensor, facts: Mapping[str, Any]) -> None:
+    """Let a tensor that stands for a result answer as that does; later writes are counted on."""
+    vars(tensor)[_MADE] = {**facts, "_version": facts["_version"] - _version(tensor)}
 
 
 def _attributes_of(tensor: Tensor) -> dict[str, Any]:
@@ -93,7 +105,8 @@ def _attributes_of(tensor: Tensor) -> dict[str, Any]:
 
 def written_on(tensor: Tensor) -> dict[str, object]:
     """Return the attributes that a user or a library has set on a tensor."""
-    return {name: value for name, value in _attributes_of(tensor).items() if name != _MARK}
+    own = _attributes_of(tensor).items()
+    return {name: value for name, value in own if name not in (_MARK, _MADE)}
 
 
 def set_attribute(before: Mapping[str, object], now: Mapping[str, object]) -> str | None:
@@ -107,10 +120,13 @@ def stands_for_another(tensor: Tensor) -> bool:
     return _MARK in vars(tensor)
 
 
-def original_fact(tensor: Tensor, name: str) -> Hashable:
+def original_fact(tensor: Tensor, name: str) -> Any:
     """Return what the tensor answers to one of `NAMES` for which this one stands, if for any."""
     known = vars(tensor).get(_MARK)
-    return fact(tensor, name) if known is None else known[name]
+    if known is not None:
+        return known[name]
+    made, own = vars(tensor).get(_MADE, {}), fact(tensor, name)
+    return made[name] + own if name == "_version" and made else made.get(name, own)
 
 
 def placed_parameters(
