@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from oracles.training import assert_same_gradients
+from rkgb.engine import Sample, record
 from rockmate import Rockmate
 from runs.planned import wrap
 
@@ -175,3 +176,24 @@ def test_a_forward_that_catches_all_errors_catches_none_of_a_recording() -> None
             module(x).square().sum().backward()
         assert torch.equal(rk(x), twin(x))
         assert_same_gradients(twin, model)
+
+
+def asks(y: Tensor) -> int:
+    """Run no operation, as where libraries ask for what is installed."""
+    try:
+        return len(y.shape) // 2
+    except Exception:
+        return 2
+
+
+def beside_all(y: Tensor, x: Tensor) -> Tensor:
+    return y @ x.T * asks(y)
+
+
+@pytest.mark.parametrize(("operation", "catches"), [(caught_in_kernel, True), (beside_all, False)])
+def test_only_an_operation_inside_counts_as_caught(
+    operation: Callable[[Tensor, Tensor], Tensor], *, catches: bool
+) -> None:
+    """Steps that may be caught keep what a plain run would start from."""
+    net, x = Solves(operation), torch.randn(N, N)
+    assert record(net, Sample.of(net, (x,), {})).catches == catches

@@ -253,7 +253,7 @@ class RecordedStep:
             backward=tuple(back),
             opaque=self.opaque,
             reads=tuple(recorder.reads),
-            catches=any(loads_of(seen.code).catches for seen in self.codes.seen.values()),
+            catches=self.places.catches,
             parameters=externals.parameters,
             buffers=externals.buffers,
             constants={n: self._users(t) for n, t in recorder.constants.items()},

@@ -42,6 +42,7 @@ class Places:
         self._checkpoints = 0  # that run
         self.draws_again = False  # whether one of them runs again on other random numbers
         self.outside: dict[int, nn.Module] = {}  # modules outside the model that ran
+        self.catches = False  # whether the user's Python may catch the error of an operation
         self._kinds: dict[CodeType, tuple[int, str]] = {}
 
     @contextlib.contextmanager
@@ -106,6 +107,7 @@ class Places:
 
         The line is the innermost one outside torch and rkgb, or else in torch's own modules.
         """
+        self.catches = self.catches or self.may_catch()
         return self._stack[-1], self._source()
 
     def may_catch(self) -> bool:
