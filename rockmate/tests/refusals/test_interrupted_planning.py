@@ -150,13 +150,18 @@ def test_interrupted_anywhere_the_module_is_as_it_was() -> None:
     total = calls_of(lambda: planned(copy, sample), around=around) * 49 // 50  # callbacks vary
     places = [1 + place * (total - 2) // (POINTS - 1) for place in range(POINTS)]
     places += sorted(n for n in around.values() if n < total)[:: max(1, len(around) // POINTS)]
-    before = state(model)
+    before, stopped = state(model), 0
     for stop_at in places:
-        with pytest.raises(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt):
             calls_of(lambda: planned(model, sample), stop_at)
+        if isinstance(model, Rockmate):  # it came too late: planning took fewer calls this time
+            rockmate.remove(model)
+        else:
+            stopped += 1
         after = state(model)
         for name, value in before.items():
             assert after[name] == value, f"{name}, stopped at call {stop_at} of {total}"
+    assert stopped > 0.8 * len(places)
     assert_trains_like(planned(model, sample), twin, sample)
 
 

@@ -7,15 +7,19 @@ returns nothing is an observer hook: it is called with the real tensors of every
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
+from rkgb.capture.twin import Copies, modules_known_by
 from rkgb.elements.effect import Effect, ObserverHook
-from rkgb.errors import SideEffectError
-from rkgb.guards.code_watch import CodeWatch
+from rkgb.errors import SideEffectError, StopsRecordingError
+from rkgb.guards.code_watch import CodeWatch, Seen
+from rkgb.guards.loads import loads_of
 from rkgb.outside.changes import Outside
+from rkgb.outside.held import OF_MODULE, content_of, has_content, same_content
 from rkgb.recording.recorder import Recorder
 from rkgb.safeguards.refusals import has_backward_hooks, refuse_backward_hooks
 
@@ -25,8 +29,20 @@ _TABLES = ("_forward_pre_hooks", "_forward_hooks")
 _HARMLESS = ("torch.nn.utils", "torch.ao", "torch.distributed.tensor", "transformers.")
 
 
+class ReadHooksError(StopsRecordingError):
+    """Hooks set on the model what its forward reads: they have to set it on the copy."""
+
+    def __init__(self, hooks: frozenset[ObserverHook]) -> None:
+        super().__init__(hooks)
+        self.hooks = hooks
+
+
 class HookWatch:
-    """Watches the forward hooks in the submodules of a copy of a model."""
+    """Watches the forward hooks in the submodules of a copy of a model.
+
+    A hook refers to the model itself, on which it sets in each step what it sets. One among `read`
+    sets what the forward reads, and refers to the copy.
+    """
 
     def __init__(
         self,
@@ -36,7 +52,10 @@ class HookWatch:
         twin: nn.Module,
         outside: Outside,
         known: Sequence[Effect] = (),
+        read: Mapping[ObserverHook, Copies] = MappingProxyType({}),
     ) -> None:
+        self.model, self.twin = model, twin
+        self._set: dict[ObserverHook, set[str]] = {}  # by others: attributes of the model
         self.recorder, self.codes, self.outside = recorder, codes, outside
         self.known = frozenset(known)  # observer hooks among them are not called again
         self.looks: list[tuple[ObserverHook, tuple[Any, ...]]] = []
@@ -44,7 +63,12 @@ class HookWatch:
             for table in _TABLES if path else ():
                 hooks = getattr(module, table)
                 for key, hook in list(hooks.items()):
-                    hooks[key] = self._watched(ObserverHook(path, table, key), hook)
+                    look = ObserverHook(path, table, key)
+                    if look in read:
+                        own = getattr(model.get_submodule(path), table)[key]
+                        hooks[key] = read[look].of(own)  # a part of the forward
+                    else:
+                        hooks[key] = self._watched(look, hook)
             if has_backward_hooks(model.get_submodule(path)):
                 # Whatever calls the module, such as its `_call_impl`, calls this.
                 refuse = functools.partial(self._refuse_recorded, model, path)
@@ -55,6 +79,10 @@ class HookWatch:
             refuse_backward_hooks(model, path)
 
     def _watched(self, look: ObserverHook, hook: Callable[..., Any]) -> Callable[..., Any]:
+        # The model may be known under another view of it, which has its own attributes.
+        copies = {*map(id, self.twin.modules())}
+        known = [one for one in modules_known_by(hook) if id(one) not in copies]
+
         def watched(module: nn.Module, *args: Any) -> Any:
             if self.recorder.is_paused:
                 return hook(module, *args)
@@ -62,17 +90,57 @@ class HookWatch:
                 self.looks.append((look, args))
                 return None
             count, attributes = self.recorder.count, dict(vars(module))
+            held, of_copy = _held_by(self.model, known), _held_by(self.twin)
             with self.codes.apart() as ran, self.outside.knowing_the_module():
                 result = hook(module, *args)
-            now = vars(module)
+            sets, now = _changed(held, _held_by(self.model, known)), vars(module)
             same = len(now) == len(attributes) and all(now[n] is v for n, v in attributes.items())
             if result is None and self.recorder.count == count and same and not may_run_again(hook):
                 self.looks.append((look, args))
+                sets |= _changed(of_copy, _held_by(self.twin))
+                self._set.setdefault(look, set()).update(sets)
             else:  # reads of an observer hook are not part of the recording
+                if sets and not may_run_again(hook):
+                    raise ReadHooksError(frozenset((look,)))
                 self.codes.add(ran)
             return result
 
         return watched
+
+    def refuse_read(self, ran: Iterable[Seen]) -> None:
+        """Refuse hooks that set what the functions of the forward that `ran` name.
+
+        Raises:
+            ReadHooksError: with these hooks.
+        """
+        named = {n for one in ran for n in (*loads_of(one.code).attributes, *one.names)}
+        if read := frozenset(look for look, names in self._set.items() if names & named):
+            raise ReadHooksError(read)
+
+
+def _held_by(
+    model: nn.Module, more: Iterable[nn.Module] = ()
+) -> dict[tuple[int, str], tuple[Any, Any]]:
+    """Return the attributes of a model and of more modules, and what containers among them hold."""
+    return {
+        (id(module), name): (value, content_of(value) if has_content(value) else None)
+        for module in (*model.modules(), *more)
+        for name, value in vars(module).items()
+        if name not in OF_MODULE
+    }
+
+
+def _changed(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> set[str]:
+    """Return the names of attributes that hold something else now."""
+    return {
+        key[1]
+        for key in before.keys() | now.keys()
+        if key not in before or key not in now or not _is_same(before[key], now[key])
+    }
+
+
+def _is_same(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
+    return before[0] is now[0] and (before[1] is None or same_content(before[1], now[1]))
 
 
 class HookTables:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rkgb.capture.backward import AskedKind
-from rkgb.capture.hooks import refuse_hooks_inside
+from rkgb.capture.hooks import ReadHooksError, refuse_hooks_inside
 from rkgb.capture.step import RecordedStep
 from rkgb.capture.ways import Asked, Way
 from rkgb.device.rng import RngState
@@ -238,6 +238,8 @@ class _Recording:
                 way = replace(way, written=way.written | more)
             except NeedsContentError:
                 way = replace(way, repeats=False)
+            except ReadHooksError as read:
+                way = replace(way, read_hooks=way.read_hooks | read.hooks)
             except OtherTangentsError as other:
                 let_go(other)
                 way = replace(way, tried=other.tried)

@@ -79,7 +79,7 @@ class RecordedStep:
     def __init__(self, model: nn.Module, sample: Sample, asked: Asked, way: Way) -> None:
         self.model, self.device, self.keep_content = model, sample.device, way.keeps_content
         numbers, known = asked.numbers, asked.known
-        twin = twin_of(model)
+        twin = twin_of(model, hooks_know_model=True)
         self.twin, self.originals, self.own_tensors = twin.module, twin.originals, twin.tensors
         # Python may test whether two inputs are one object; keys of plans contain that.
         self.sample = sample.detached()
@@ -119,6 +119,7 @@ class RecordedStep:
         self.hooks = HookWatch(
             *(self.recorder, self.codes, model, self.twin, self.outside),
             () if known is None else known.effects,
+            dict.fromkeys(way.read_hooks, twin.copies),
         )
 
     def _pieces(self, way: Way, asked: Asked) -> PieceRecorder:
@@ -332,14 +333,18 @@ class RecordedStep:
 
     def _forward_or_refusal(self) -> Any:
         try:
-            return self._forward()
+            result = self._forward()
+            self.hooks.refuse_read(self.codes.seen.values())
+            return result
         except RkgbError as error:
+            self.hooks.refuse_read(self.codes.seen.values())
             if error.module_path is None:
                 error.module_path = self.places.raised_in[-1]
             raise
         except (AssignsError, SettlesError, NeedsContentError, WritesInputError):
             raise
         except (Exception, StopsRecordingError) as error:
+            self.hooks.refuse_read(self.codes.seen.values())
             raise explained(
                 *(self.twin, type(self.model).__name__, error, self.sample.leaves),
                 module_path=self.places.raised_in[-1],

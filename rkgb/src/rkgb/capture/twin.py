@@ -21,7 +21,7 @@ from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import TraceError
 from rkgb.guards.entries import cell_content
 from rkgb.guards.loads import loads_of
-from rkgb.outside.held import OF_MODULE
+from rkgb.outside.held import CONTAINERS, OF_MODULE
 from rkgb.outside.identities import identity
 from rkgb.outside.known import OutsideState
 from rkgb.outside.used_up import Untouched
@@ -51,13 +51,14 @@ class Twin:
             outside.restore()
 
 
-def twin_of(model: nn.Module, own: Collection[str] = ()) -> Twin:
+def twin_of(model: nn.Module, own: Collection[str] = (), *, hooks_know_model: bool = False) -> Twin:
     """Return a copy whose parameters are new leaves on the same memory, and whose buffers are
     clones.
 
     The parameters `own` are clones too, because the forward writes to them. Locks, process groups
     and the like among the attributes are shared with the model. Open files and generators are
-    replaced by objects that refuse to be used.
+    replaced by objects that refuse to be used. With `hooks_know_model`, hooks refer to the model
+    itself instead of the copy.
 
     Raises:
         TraceError: the module cannot be copied.
@@ -74,7 +75,8 @@ def twin_of(model: nn.Module, own: Collection[str] = ()) -> Twin:
 
     twin = deep_copy(model, memo, without_history)
     copies = Copies(model, twin, memo)
-    hold_copies(twin, copies, Copies(model, twin, memo, knows_model=False))
+    knows_model = not hooks_know_model
+    hold_copies(twin, copies, Copies(model, twin, memo, knows_model=knows_model))
     kept_alive = memo.get(id(memo), [])  # deepcopy's own list of everything copied
     pairs = [(memo[id(old)], old) for old in kept_alive if id(old) in memo]
     tensors = {geometry_of(new): old for new, old in pairs if isinstance(new, Tensor)}
@@ -229,6 +231,7 @@ def _culprit(model: nn.Module, memo: Mapping[int, Any]) -> str:
     return ""
 
 
+_MOST_KNOWN = 1000  # objects to which a function leads
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
@@ -271,6 +274,28 @@ def _held_by(function: Any) -> Iterator[Any]:
         yield from map(cell_content, function.__closure__ or ())
         yield from function.__defaults__ or ()
         yield from (function.__kwdefaults__ or {}).values()
+
+
+def modules_known_by(function: Any) -> list[nn.Module]:
+    """Return the modules to which a function leads, also by way of other functions and objects."""
+    stack, seen, found = [function], set[int](), list[nn.Module]()
+    while stack and len(seen) < _MOST_KNOWN:
+        value = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            found.append(value)
+        elif isinstance(value, _FUNCTIONS):
+            stack += _held_by(value)
+            if isinstance(value, types.FunctionType):
+                named = loads_of(value.__code__).globals
+                stack += [value.__globals__[name] for name in named if name in value.__globals__]
+        elif issubclass(type(value), CONTAINERS):
+            stack += value.values() if isinstance(value, Mapping) else value
+        elif not isinstance(value, (type, types.ModuleType, Tensor)):
+            stack += getattr(value, "__dict__", {}).values()
+    return found
 
 
 _around: ContextVar[Copies | None] = ContextVar("copies that are copied again", default=None)
@@ -348,7 +373,7 @@ class Copies:
             if isinstance(function, types.FunctionType) and loads_of(function.__code__).stores:
                 return False
             for held in _held_by(function):
-                if issubclass(type(held), (nn.Module, Tensor)):
+                if issubclass(type(held), (nn.Module, Tensor, *CONTAINERS)):
                     found = found or self._is_copied(held)
                 elif issubclass(type(held), _FUNCTIONS) and id(held) not in seen:
                     seen.add(id(held))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rkgb.elements.effect import Assign
+from rkgb.elements.effect import Assign, ObserverHook
 from rkgb.graphs.basic import BasicGraph
 from rkgb.recording.numbers import NumberTrace
 from rkgb.recording.recorder import Recorder
@@ -56,5 +56,6 @@ class Way:
     written: frozenset[str] = frozenset()  # arguments that it writes to
     keeps_content: bool = False  # of what only a backward reads
     tried: Any = None  # opaque calls that another attempt has tried
+    read_hooks: frozenset[ObserverHook] = frozenset()  # that set what the forward reads
     remembers: bool = False  # functions have results that an attempt before has computed
     repeats: bool = True  # equal operations may stand for each other
