@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from rkgb.capture.twin import Copies, modules_known_by
+from rkgb.capture.twin import Copies, known_by
 from rkgb.elements.effect import Effect, ObserverHook
 from rkgb.errors import SideEffectError, StopsRecordingError
 from rkgb.guards.code_watch import CodeWatch, Seen
@@ -79,9 +79,13 @@ class HookWatch:
             refuse_backward_hooks(model, path)
 
     def _watched(self, look: ObserverHook, hook: Callable[..., Any]) -> Callable[..., Any]:
-        # The model may be known under another view of it, which has its own attributes.
-        copies = {*map(id, self.twin.modules())}
-        known = [one for one in modules_known_by(hook) if id(one) not in copies]
+        may_set = not may_run_again(hook)
+        known, of_twin = list[nn.Module](), list[nn.Module]()
+        if may_set and (found := [one for one in known_by(hook) if self._leads_to_model(one)]):
+            of_twin, copies = [*self.twin.modules()], {*map(id, self.twin.modules())}
+            # Another view of the model has its own attributes.
+            more = (one for one in found if isinstance(one, nn.Module) and id(one) not in copies)
+            known = [*self.model.modules(), *more]
 
         def watched(module: nn.Module, *args: Any) -> Any:
             if self.recorder.is_paused:
@@ -90,22 +94,33 @@ class HookWatch:
                 self.looks.append((look, args))
                 return None
             count, attributes = self.recorder.count, dict(vars(module))
-            held, of_copy = _held_by(self.model, known), _held_by(self.twin)
+            held, of_copy = _held_by(known), _held_by(of_twin)
             with self.codes.apart() as ran, self.outside.knowing_the_module():
                 result = hook(module, *args)
-            sets, now = _changed(held, _held_by(self.model, known)), vars(module)
+            sets, now = _changed(held, _held_by(known)), vars(module)
             same = len(now) == len(attributes) and all(now[n] is v for n, v in attributes.items())
-            if result is None and self.recorder.count == count and same and not may_run_again(hook):
+            if result is None and self.recorder.count == count and same and may_set:
                 self.looks.append((look, args))
-                sets |= _changed(of_copy, _held_by(self.twin))
+                sets |= _changed(of_copy, _held_by(of_twin))
                 self._set.setdefault(look, set()).update(sets)
             else:  # reads of an observer hook are not part of the recording
-                if sets and not may_run_again(hook):
+                if sets:
                     raise ReadHooksError(frozenset((look,)))
                 self.codes.add(ran)
             return result
 
         return watched
+
+    def _leads_to_model(self, known: Any) -> bool:
+        """Whether it is a module, or a container that the model or its copy holds."""
+        return issubclass(type(known), nn.Module) or id(known) in self._containers
+
+    @functools.cached_property
+    def _containers(self) -> set[int]:
+        modules = (*self.model.modules(), *self.twin.modules())
+        tables = (vars(module).items() for module in modules)
+        named = (pair for table in tables for pair in table if pair[0] not in OF_MODULE)
+        return {id(value) for _, value in named if has_content(value)}
 
     def refuse_read(self, ran: Iterable[Seen]) -> None:
         """Refuse hooks that set what the functions of the forward that `ran` name.
@@ -118,13 +133,11 @@ class HookWatch:
             raise ReadHooksError(read)
 
 
-def _held_by(
-    model: nn.Module, more: Iterable[nn.Module] = ()
-) -> dict[tuple[int, str], tuple[Any, Any]]:
-    """Return the attributes of a model and of more modules, and what containers among them hold."""
+def _held_by(modules: Iterable[nn.Module]) -> dict[tuple[int, str], tuple[Any, Any]]:
+    """Return the attributes of modules, and what containers among them hold."""
     return {
         (id(module), name): (value, content_of(value) if has_content(value) else None)
-        for module in (*model.modules(), *more)
+        for module in modules
         for name, value in vars(module).items()
         if name not in OF_MODULE
     }

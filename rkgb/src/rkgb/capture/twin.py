@@ -276,24 +276,27 @@ def _held_by(function: Any) -> Iterator[Any]:
         yield from (function.__kwdefaults__ or {}).values()
 
 
-def modules_known_by(function: Any) -> list[nn.Module]:
-    """Return the modules to which a function leads, also by way of other functions and objects."""
-    stack, seen, found = [function], set[int](), list[nn.Module]()
+def known_by(function: Any) -> list[Any]:
+    """Return the modules and containers to which a function leads, also by way of others."""
+    stack, seen, found = [function], set[int](), list[Any]()
     while stack and len(seen) < _MOST_KNOWN:
         value = stack.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, nn.Module):
+        kind = type(value)  # not `isinstance`, which asks objects what they are
+        if issubclass(kind, nn.Module):
             found.append(value)
-        elif isinstance(value, _FUNCTIONS):
+        elif issubclass(kind, _FUNCTIONS):
             stack += _held_by(value)
-            if isinstance(value, types.FunctionType):
+            if kind is types.FunctionType:
                 named = loads_of(value.__code__).globals
                 stack += [value.__globals__[name] for name in named if name in value.__globals__]
-        elif issubclass(type(value), CONTAINERS):
-            stack += value.values() if isinstance(value, Mapping) else value
-        elif not isinstance(value, (type, types.ModuleType, Tensor)):
+        elif issubclass(kind, CONTAINERS):
+            found.append(value)
+            if len(value) <= _MOST_KNOWN:
+                stack += value.values() if issubclass(kind, Mapping) else value
+        elif not issubclass(kind, (type, types.ModuleType, Tensor)):
             stack += getattr(value, "__dict__", {}).values()
     return found
 
