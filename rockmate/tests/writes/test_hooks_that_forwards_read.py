@@ -52,6 +52,9 @@ HOOKS: dict[str, Callable[[Features], Any]] = {
     "closure": lambda net: net.body[2].register_forward_hook(
         lambda module, inputs, output: net.features.update(a=output)
     ),
+    "closure that computes": lambda net: net.body[2].register_forward_hook(
+        lambda module, inputs, output: net.features.update(a=output * 2)
+    ),
     "closure over the dict": lambda net: (
         lambda kept: net.body[2].register_forward_hook(
             lambda module, inputs, output: kept.update(a=output)

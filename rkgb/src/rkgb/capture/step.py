@@ -20,7 +20,7 @@ from torch.autograd import set_detect_anomaly
 
 from rkgb.capture.backward import AskedKind, RecordedBackward, flows_of
 from rkgb.capture.externals import Externals
-from rkgb.capture.hooks import HookTables, HookWatch
+from rkgb.capture.hooks import HookTables, HookWatch, ReadHooksError
 from rkgb.capture.twin import geometry_of, twin_of
 from rkgb.capture.ways import Asked, Way
 from rkgb.device.base import Span
@@ -341,7 +341,7 @@ class RecordedStep:
             if error.module_path is None:
                 error.module_path = self.places.raised_in[-1]
             raise
-        except (AssignsError, SettlesError, NeedsContentError, WritesInputError):
+        except (AssignsError, SettlesError, NeedsContentError, WritesInputError, ReadHooksError):
             raise
         except (Exception, StopsRecordingError) as error:
             self.hooks.refuse_read(self.codes.seen.values())
