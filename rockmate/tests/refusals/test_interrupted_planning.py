@@ -139,7 +139,16 @@ def calls_of(
     return count
 
 
+@pytest.fixture
+def _hears_ctrl_c() -> Iterator[None]:
+    """A shell lets what runs behind it ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_hears_ctrl_c")
 def test_interrupted_anywhere_the_module_is_as_it_was() -> None:
     torch.manual_seed(0)
     model, sample = Net(), torch.randn(16, 8)
