@@ -35,6 +35,19 @@ def _trained(model, x, replace, at):
     return found
 
 
+def _assert_trains_alike(model, budget, replace, at, monkeypatch):
+    """Train it and a plain twin; the function is replaced before step `at`, or before planning."""
+    twin, x = copy.deepcopy(model), torch.randn(32, 16)
+    if at is None:
+        replace()
+    planned = Rockmate(model, x, budget, cost="flops")
+    ours = _trained(planned, x, replace, at)
+    monkeypatch.undo()
+    if at is None:
+        replace()
+    assert all(map(torch.equal, ours, _trained(twin, x, replace, at)))
+
+
 @pytest.mark.parametrize("at", [None, 1])
 @pytest.mark.parametrize("name", ["sin", "__mul__", "relu_"])
 def test_a_replaced_method_runs_once_a_call(name, at, monkeypatch):
@@ -44,16 +57,7 @@ def test_a_replaced_method_runs_once_a_call(name, at, monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, doubled)
 
     torch.manual_seed(0)
-    model, x = nn.Sequential(Wave(), nn.GELU(), Wave()), torch.randn(32, 16)
-    twin = copy.deepcopy(model)
-    if at is None:
-        replace()
-    planned = Rockmate(model, x, 0.7, cost="flops")
-    ours = _trained(planned, x, replace, at)
-    monkeypatch.undo()
-    if at is None:
-        replace()
-    assert all(map(torch.equal, ours, _trained(twin, x, replace, at)))
+    _assert_trains_alike(nn.Sequential(Wave(), nn.GELU(), Wave()), 0.7, replace, at, monkeypatch)
 
 
 class Normed(nn.Module):
@@ -90,18 +94,8 @@ REPLACED = {
 @pytest.mark.parametrize("at", [None, 1])
 @pytest.mark.parametrize("case", REPLACED)
 def test_a_replaced_function_runs_once_a_call(case, at, monkeypatch):
-    torch.manual_seed(0)
-    model, x = Normed(), torch.randn(32, 16)
-    twin = copy.deepcopy(model)
-
     def replace():
         monkeypatch.setattr(*REPLACED[case])
 
-    if at is None:
-        replace()
-    planned = Rockmate(model, x, 1.0, cost="flops")
-    ours = _trained(planned, x, replace, at)
-    monkeypatch.undo()
-    if at is None:
-        replace()
-    assert all(map(torch.equal, ours, _trained(twin, x, replace, at)))
+    torch.manual_seed(0)
+    _assert_trains_alike(Normed(), 1.0, replace, at, monkeypatch)

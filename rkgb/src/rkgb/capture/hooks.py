@@ -7,8 +7,7 @@ returns nothing is an observer hook: it is called with the real tensors of every
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -41,7 +40,7 @@ class HookWatch:
     """Watches the forward hooks in the submodules of a copy of a model.
 
     A hook refers to the model itself, on which it sets in each step what it sets. One among `read`
-    sets what the forward reads, and refers to the copy.
+    sets what the forward reads, and refers to `copies`.
     """
 
     def __init__(
@@ -52,7 +51,8 @@ class HookWatch:
         twin: nn.Module,
         outside: Outside,
         known: Sequence[Effect] = (),
-        read: Mapping[ObserverHook, Copies] = MappingProxyType({}),
+        read: Collection[ObserverHook] = (),
+        copies: Copies | None = None,
     ) -> None:
         self.model, self.twin = model, twin
         self._set: dict[ObserverHook, set[str]] = {}  # by others: attributes of the model
@@ -64,9 +64,8 @@ class HookWatch:
                 hooks = getattr(module, table)
                 for key, hook in list(hooks.items()):
                     look = ObserverHook(path, table, key)
-                    if look in read:
-                        own = getattr(model.get_submodule(path), table)[key]
-                        hooks[key] = read[look].of(own)  # a part of the forward
+                    if copies is not None and look in read:  # a part of the forward
+                        hooks[key] = copies.of(getattr(model.get_submodule(path), table)[key])
                     else:
                         hooks[key] = self._watched(look, hook)
             if has_backward_hooks(model.get_submodule(path)):

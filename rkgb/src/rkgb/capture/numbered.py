@@ -66,10 +66,8 @@ class FollowedNumbers:
                 basic = record(
                     *(model, other, kind), opaque=known.opaque, known=known, numbers=trace
                 )
-        except (
-            Exception,
-            StopsRecordingError,
-        ) as error:  # a model may not work with tracked numbers
+        except (Exception, StopsRecordingError) as error:
+            # A model may not work with tracked numbers.
             _log.debug("numbers are not followed: %s", error)
             return None
         finally:

@@ -98,10 +98,8 @@ def record_other_backward(
     """
     try:
         found = record_without_content(model, sample, known, kind)
-    except (
-        Exception,
-        StopsRecordingError,
-    ) as error:  # a recording on real tensors will raise it again
+    except (Exception, StopsRecordingError) as error:
+        # A recording on real tensors will raise it again.
         _log.debug("no recording without content: %s", error)
         return None
     if not _is_same_forward(found, known) or not _knows_backward(found, known):

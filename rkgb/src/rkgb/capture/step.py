@@ -119,7 +119,7 @@ class RecordedStep:
         self.hooks = HookWatch(
             *(self.recorder, self.codes, model, self.twin, self.outside),
             () if known is None else known.effects,
-            dict.fromkeys(way.read_hooks, twin.copies),
+            *(way.read_hooks, twin.copies),
         )
 
     def _pieces(self, way: Way, asked: Asked) -> PieceRecorder:

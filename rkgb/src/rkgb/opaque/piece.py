@@ -56,7 +56,7 @@ class Seen:
     # Results of which others are computed inside, or that are arguments, in order. A part of their
     # gradient stays inside: who asks for it outside would miss that part.
     inner: tuple[int, ...]
-    # What Python learns of each result from how it was made, or which input it is, from 1 on.
+    # What Python learns of each result from how it was made, or which input it is.
     facts: tuple[Mapping[str, Any] | int, ...]
     differentiable: tuple[bool, ...]
     tangents: Tangents  # with which the gradients were seen

@@ -345,7 +345,7 @@ class PieceRecorder:
         link.named(outputs)
         for output, facts, place in zip(outputs, piece.facts, piece.lies_in, strict=True):
             if isinstance(facts, int):
-                answering_as(output, facts_of_result(tensors[facts - 1]))
+                answering_as(output, facts_of_result(tensors[facts]))
                 continue
             written = 0 if place < 0 else original_fact(tensors[place], "_version")
             answering_as(output, {**facts, "_version": facts["_version"] + written})

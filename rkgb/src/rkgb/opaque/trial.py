@@ -238,8 +238,8 @@ class Trials:
         leaves_used = inner.strangers()
         cast = inner.casts() if call.autocast is not None else ()
         buffers = {id(buffer) for buffer in self.twin.buffers()}
-        given_at = {id(tensor): place for place, tensor in enumerate(inputs, 1)}
-        facts = tuple(given_at.get(id(t)) or facts_of_result(t) for t in results)
+        given_at = {id(tensor): place for place, tensor in enumerate(inputs)}
+        facts = tuple(given_at[id(t)] if id(t) in given_at else facts_of_result(t) for t in results)
         foreign = [t for t in leaves_used if id(t) not in self.names and id(t) not in buffers]
         made = [settled(t.detach()) for t in results]
         differentiable = tuple(t.requires_grad for t in results)
