@@ -44,6 +44,28 @@ def test_the_meter_sees_every_byte(sizes: list[int]) -> None:
     assert trace.peak_bytes == sum(sizes) + 7000
 
 
+def test_blocks_of_before_do_not_count() -> None:
+    """Torch knows blocks that a profiler saw, and forgets none that is freed while none looks."""
+    kept: list[Tensor] = []
+    for _ in range(3):
+        trace_memory(lambda _span: kept.append(torch.empty(1 << 20)), CPU)
+        trace = trace_memory(lambda _span: kept.clear(), CPU)
+        assert (trace.peak_bytes, trace.end_bytes, trace.timeline) == (0, 0, ())
+    # Addresses that have been seen are used again by blocks that have not.
+    trace_memory(lambda _span: kept.extend(map(torch.empty, range(8, 2048, 8))), CPU)
+    addresses = {t.data_ptr() for t in kept}
+    kept.clear()
+    kept.extend(map(torch.empty, range(8, 2048, 8)))
+    assert addresses & {t.data_ptr() for t in kept}, "no address was used again"
+
+    def step(_span: Any) -> None:
+        kept.clear()
+        kept.append(torch.empty(1 << 20))
+
+    trace = trace_memory(step, CPU)
+    assert (trace.peak_bytes, trace.end_bytes) == (1 << 22, 1 << 22)
+
+
 def test_it_is_said_that_a_profile_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     with torch.autograd.profiler.profile() as seen:
         torch.ones(3).sum()

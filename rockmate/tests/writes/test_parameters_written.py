@@ -153,6 +153,19 @@ def planned(model: nn.Module, sample: Tensor, budget: float) -> Rockmate:
     return wrapped
 
 
+@pytest.mark.parametrize("kind", [MovesData, MovesInside, MovesShared, MovesBuffer])
+def test_memory_that_moves_is_predicted(kind: type[nn.Module]) -> None:
+    """A step that gives tensors other memory takes what is predicted, however often it is asked."""
+    sample, peaks = torch.randn(32, 16), []
+    for _ in range(2):
+        wrapped = planned(kind(), sample, 1.0)
+        peaks.append(wrapped.eager_peak_bytes)
+        for less in (64, 128, 1024):
+            below = planned(kind(), sample, wrapped.budget_bytes - less)
+            assert below.measured_peak_bytes <= below.budget_bytes
+    assert peaks[0] == peaks[1]
+
+
 @pytest.mark.parametrize("budget", [1.0, 0.6])
 @pytest.mark.parametrize(
     "kind",

@@ -104,15 +104,35 @@ def is_profiled_by_user() -> bool:
 
 
 def trace_by_profiler(run: Callable[[Span], object]) -> MemoryTrace:
-    """Call `run(span)` and return its memory."""
-    changes: list[Change] = []
+    """Call `run(span)` and return its memory, without what it frees of what was there before.
+
+    Torch knows the size of a block only if a profiler ran when it was allocated, and does not
+    forget it if the block is freed while none runs. So it reports some of the older blocks, at
+    times with the size of an even older block at the same address.
+    """
+    changes: list[tuple[int, int, int]] = []  # (moment, address, bytes)
     marks: list[Mark] = []
-    for event in profiled(run).events():
-        name = event.name()
-        if name == "[memory]":
-            changes.append((event.start_ns(), event.nbytes()))
-        elif name.startswith(PREFIX):
-            marks.append((event.start_ns(), event.end_ns(), name.removeprefix(PREFIX)))
+    todo = [*reversed(profiled(run).experimental_event_tree())]
+    while todo:
+        event = todo.pop()
+        todo += reversed(event.children)
+        fields = event.extra_fields
+        if event.tag.name == "Allocation":
+            if fields.device.type == "cpu":
+                changes.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+        elif event.name.startswith(PREFIX):
+            name = event.name.removeprefix(PREFIX)
+            marks.append((event.start_time_ns, event.end_time_ns, name))
     changes.sort(key=lambda change: change[0])
     marks.sort()
-    return replay(changes, marks)
+    own: set[int] = set()  # addresses of blocks that the run has allocated and not freed
+    counted: list[Change] = []
+    for moment, address, size in changes:
+        if size > 0:
+            own.add(address)
+        elif address in own:
+            own.remove(address)
+        else:
+            continue
+        counted.append((moment, size))
+    return replay(counted, marks)
