@@ -75,6 +75,15 @@ class ChangesArgumentsError(SideEffectError):
     """A module that cannot be recorded changes its arguments, so it cannot run whole either."""
 
 
+class HookInsideError(SideEffectError):
+    """A module that cannot be recorded has a forward hook inside, so it cannot run whole either.
+
+    `hooked` is the path of the module with the hook, which the code around that module calls.
+    """
+
+    hooked = ""
+
+
 class BrokenPieceError(TraceError):
     """An opaque call of a submodule fails, so an opaque call of a larger one would not help."""
 

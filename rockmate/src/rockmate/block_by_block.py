@@ -162,7 +162,8 @@ def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
     with team.together():
         found = _blocks_of(model, given.blocks)
     found = {p: b for p, b in found.items() if not any(is_inside(p, o) for o in terms.opaque)}
-    find_what_changes(model, calls, team, device)
+    if not team.groups:  # sharded models count on a backward after each forward
+        find_what_changes(model, calls, device)
     calls = largest_first(model, calls, team, device)
     with team.together():
         given, within = _within(given, calls)

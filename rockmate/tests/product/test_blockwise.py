@@ -23,7 +23,6 @@ from oracles.training import (
 from rkgb.engine import trace_memory
 from rockmate import BlocksPlan, InfeasibleBudgetError, Rockmate, UnsupportedModuleError
 from rockmate.blockwise.rehearsal import find_what_changes
-from rockmate.blockwise.team import Team
 from zoo.nets import network
 
 
@@ -324,7 +323,7 @@ def test_a_first_look_at_the_code_saves_nothing() -> None:
     model, x = nn.Sequential(*(Noting.body() for _ in range(8))), torch.randn(512, 8)
     call, cpu = ((x,), {}), torch.device("cpu")
     plain = trace_memory(lambda _: loss_of(model(x)).backward(), cpu)
-    looked = trace_memory(lambda _: find_what_changes(model, [call], Team(), cpu), cpu)
+    looked = trace_memory(lambda _: find_what_changes(model, [call], cpu), cpu)
     assert looked.peak_bytes < plain.peak_bytes / 3
 
 

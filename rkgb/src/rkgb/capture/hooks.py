@@ -14,7 +14,7 @@ from torch import nn
 
 from rkgb.capture.twin import Copies, known_by
 from rkgb.elements.effect import Effect, ObserverHook
-from rkgb.errors import SideEffectError, StopsRecordingError
+from rkgb.errors import HookInsideError, StopsRecordingError
 from rkgb.guards.code_watch import CodeWatch, Seen
 from rkgb.guards.loads import loads_of
 from rkgb.outside.changes import Outside
@@ -182,7 +182,7 @@ def refuse_hooks_inside(twin: nn.Module, paths: Sequence[str]) -> None:
     A hook there would get tensors of another graph than the step's, and be called again.
 
     Raises:
-        SideEffectError: a submodule has such hooks.
+        HookInsideError: a submodule has such hooks.
     """
     for path in paths:
         for own, module in twin.get_submodule(path).named_modules():
@@ -190,8 +190,10 @@ def refuse_hooks_inside(twin: nn.Module, paths: Sequence[str]) -> None:
                 for hook in getattr(module, table).values():
                     if not may_run_again(hook):
                         where = f"{path}.{own}".strip(".")
-                        raise SideEffectError(
+                        error = HookInsideError(
                             f"module '{path or '(root)'}' would have to run whole, and module "
                             f"'{where}' in it has a forward hook. Remove the hook, or mend what "
                             "cannot be recorded there."
                         )
+                        error.hooked = where
+                        raise error

@@ -25,6 +25,7 @@ from rkgb.elements.tensor_info import storage_id
 from rkgb.errors import (
     BrokenPieceError,
     ChangesArgumentsError,
+    HookInsideError,
     NeedsContentError,
     NoStepError,
     OtherTangentsError,
@@ -161,6 +162,9 @@ class _Recording:
                 if not can_go_on:
                     if isinstance(error, ChangesArgumentsError):
                         first.apart = tuple(self.failed)
+                    elif isinstance(error, HookInsideError):  # what calls that module calls it
+                        around = {error.hooked: error.hooked.rpartition(".")[0]}
+                        first.apart = tuple(around.get(path, path) for path in self.failed)
                     told = error if isinstance(error, NoStepError) else first
                     raise told from told.__cause__
                 stream.restore()

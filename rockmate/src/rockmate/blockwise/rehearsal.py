@@ -66,16 +66,14 @@ def run_step(model: nn.Module, call: Call, device: torch.device) -> None:
         _run(model, call, Marker())
 
 
-def find_what_changes(
-    model: nn.Module, calls: Sequence[Call], team: Team, device: torch.device
-) -> None:
+def find_what_changes(model: nn.Module, calls: Sequence[Call], device: torch.device) -> None:
     """Run the forward of each call, so that steps put back what it changes outside of modules.
 
     A plain step may take more memory than there is. So nothing is saved for a backward, unless the
-    forward itself runs one. Sharded models and DDP's are not looked at: these count on a backward
-    after each forward.
+    forward itself runs one. DDP's models are not looked at: these count on a backward after each
+    forward.
     """
-    if team.groups or any(isinstance(part, DistributedDataParallel) for part in model.modules()):
+    if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
         return
     drops = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _dropped)
     with torch.inference_mode(False), torch.enable_grad():

@@ -25,7 +25,14 @@ from rkgb.engine import Sample
 from rkgb.outside import Contents
 from rkgb.torch_api import TakingMost, noting_calls
 from rockmate.arguments import Call
-from rockmate.blockwise.rehearsal import TURN, Mark, Marker, kept_as_it_is, trace_step
+from rockmate.blockwise.rehearsal import (
+    TURN,
+    Mark,
+    Marker,
+    find_what_changes,
+    kept_as_it_is,
+    trace_step,
+)
 from rockmate.blockwise.rehearsal import run_step as rehearse
 from rockmate.comparison.eager import StepResult, differences, run_step
 from rockmate.decisions.blocks import EVERYTHING, HowToRun, WrittenOutsideError
@@ -71,6 +78,10 @@ def plan_step(
     bare = without_hooks(model, type(model))
     sample = Sample.of(bare, *call)
     parameters = _Parameters(model)
+    with parameters.kept(bare, sample):
+        find_what_changes(bare, [_own_call(sample)], sample.device)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            rehearse(bare, _own_call(sample), sample.device)  # what its backward changes
     with noting_calls() as by_values:
         eager = _eager_step(bare, sample, parameters)
     budget_bytes, fraction = parse_budget(settings.budget)
@@ -126,6 +137,12 @@ class _Parameters:
             self.restore()
 
 
+def _own_call(sample: Sample) -> Call:
+    """Return the sample's call, with private gradients."""
+    own = sample.detached()
+    return own.args, own.keywords
+
+
 def _eager_step(bare: nn.Module, sample: Sample, parameters: _Parameters) -> StepResult | None:
     """Run one plain step; None if the device has too little memory for it."""
     try:
@@ -149,8 +166,7 @@ class _Planner:
         plans: bool,
     ) -> None:
         self.bare, self.name, self.sample, self.parameters = bare, name, sample, parameters
-        own = sample.detached()  # with private gradients
-        self.call: Call = own.args, own.keywords
+        self.call = _own_call(sample)
         self.settings, self.eager, self.plans = settings, eager, plans
         self.written: list[str] = []  # why blocks keep everything
         self.tested: dict[tuple[int, ...], StepResult] = {}
