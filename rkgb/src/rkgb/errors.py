@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
+from collections.abc import Iterator
 from typing import Any, Self
 
 _MOST_SHOWN = 60  # characters of a value
@@ -32,6 +35,33 @@ def in_module(path: str) -> str:
     return f"module '{path or '(root)'}'"
 
 
+class _Stops(threading.local):
+    """What has ended recordings in this thread since somebody began to note it."""
+
+    found: list[BaseException] | None = None
+
+
+_stops = _Stops()
+
+
+@contextlib.contextmanager
+def noting_stops() -> Iterator[list[BaseException]]:
+    """Note what ends a recording inside, in the list that is yielded.
+
+    An `except` of the forward may keep it from whoever called the forward, and go another way.
+    """
+    before, _stops.found = _stops.found, []
+    try:
+        yield _stops.found
+    finally:
+        _stops.found = before
+
+
+def _note(stop: BaseException) -> None:
+    if _stops.found is not None:
+        _stops.found.append(stop)
+
+
 class RockmateError(Exception):
     """Base of every error that these packages raise on purpose: `rockmate.RockmateError`."""
 
@@ -51,6 +81,7 @@ class RkgbError(RockmateError):
         super().__init__(*args)
         self.module_path: Any = module_path  # str if known
         self.apart: tuple[str, ...] = ()  # submodules that failed, if the rest may run as it is
+        _note(self)
 
     @classmethod
     def to_capture(cls, name: str, do: str, found: str, place: str = "", **known: Any) -> Self:
@@ -150,6 +181,10 @@ class UnsupportedDeviceError(RkgbError, RuntimeError):
 
 class StopsRecordingError(BaseException):
     """Ends an attempt to record, past every `except Exception` of the forward."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        _note(self)
 
 
 class ReadsDataError(StopsRecordingError):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.target import GradientCut, GradientPart, target_of
 from rkgb.elements.tensor_info import TensorInfo
-from rkgb.errors import RkgbError, StopsRecordingError, TraceError
+from rkgb.errors import RkgbError, StopsRecordingError, TraceError, noting_stops
 from rkgb.graphs.basic import BackwardKind, Flow, HandOver, Tangent, autocast_as
 from rkgb.recording.recorder import Recorder
 from rkgb.recording.watch import no_backward_inside, tensors_of
@@ -134,8 +134,11 @@ class RecordedBackward:
         if roots:
             recorder.in_backward = True
             try:
-                with autocast_as(kind.autocast), no_backward_inside(recorder, roots):
+                region = autocast_as(kind.autocast)
+                with region, no_backward_inside(recorder, roots), noting_stops() as stops:
                     run_backward(roots, given)
+                if stops:  # an `except` of a backward has gone on
+                    raise stops[0]
             except RkgbError:
                 raise
             except (Exception, StopsRecordingError) as error:

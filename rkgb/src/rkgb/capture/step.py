@@ -38,6 +38,7 @@ from rkgb.errors import (
     TraceError,
     UnsupportedDeviceError,
     WritesInputError,
+    noting_stops,
 )
 from rkgb.graphs.basic import BackwardKind, BasicGraph, Metered
 from rkgb.guards.code_watch import CodeWatch, Seen
@@ -447,7 +448,11 @@ class RecordedStep:
         ):
             sample = self._sample()
             self.arguments = Arguments(sample)
-            return self.twin(*sample.args, **sample.keywords)
+            with noting_stops() as stops:
+                result = self.twin(*sample.args, **sample.keywords)
+            if stops:  # an `except` of the forward has gone on
+                raise stops[0]
+            return result
 
     @contextlib.contextmanager
     def _following(self, codes: CodeWatch) -> Iterator[None]:

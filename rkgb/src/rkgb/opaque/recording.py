@@ -21,6 +21,7 @@ from rkgb.errors import (
     RkgbError,
     SideEffectError,
     StopsRecordingError,
+    noting_stops,
 )
 from rkgb.graphs.basic import BasicGraph, ambient_autocast
 from rkgb.guards.code_watch import CodeWatch, Seen
@@ -244,7 +245,7 @@ class PieceRecorder:
             # A step leaves modes as the call does. torch.cond compiles, and a compiler would
             # capture the recording's modes. Tensors that autograd saves in an inner backward would
             # stay alive under the recording's hooks.
-            with Modes(), self.recorder.unwatched(), without_saved_hooks():
+            with Modes(), self.recorder.unwatched(), without_saved_hooks(), noting_stops():
                 found = self._run(call, module, tensors)
         except RkgbError:
             raise

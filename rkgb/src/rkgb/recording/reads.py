@@ -5,6 +5,7 @@ What follows from inputs alone is computed again at the start of each step, and 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -133,14 +134,20 @@ class Reads(Values):
         self.checks.append((*self.places.here(), seen))
 
     def refuse_caught(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Refuse an operation that has raised an error for its values, where that may be caught.
+        """Refuse an operation that has raised an error in a recording, where that may be caught.
 
-        For other values it would not. Raises ReadsDataError.
+        Unrecorded, or for other values, it would not.
+
+        Raises:
+            NotRecordedError, ReadsDataError: so it is.
         """
+        if not self.places.may_catch() or func in CHECKS:
+            return
+        with self.paused(), contextlib.suppress(Exception):
+            func(*args, **kwargs)
+            raise NotRecordedError(f"runs '{func}' on tensors that cannot be followed")
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if self.in_backward or self.known.issuperset(map(self.argument, tensors)):
-            return
-        if not self.places.may_catch() or func in CHECKS:
             return
         if self.repeated is not None and self.repeated.has_repeated:
             raise NeedsContentError

@@ -136,7 +136,7 @@ class Recorder(Reads, DispatchMode):
             watch.pause()
         try:
             return self._recorded(func, args, kwargs)
-        except (RuntimeError, ValueError, IndexError) as error:
+        except Exception as error:
             if not self.is_paused and not isinstance(error, RkgbError):
                 self.refuse_caught(func, args, kwargs)
             raise

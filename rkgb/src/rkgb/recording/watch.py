@@ -191,7 +191,7 @@ def refused_calls(recorder: Recorder) -> Patches:
         def refuse(*args: Any, **kwargs: Any) -> Any:
             if recorder.is_paused:
                 return original(*args, **kwargs)
-            raise error
+            raise type(error)(*error.args)
 
         return refuse
 
