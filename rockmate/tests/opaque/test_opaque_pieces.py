@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
-import threading
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -216,23 +216,26 @@ def test_strict_refuses_and_opaque_names() -> None:
 
 
 def test_a_recomputation_that_goes_another_way_is_an_error() -> None:
-    late = threading.Event()  # nothing that a second run finds as it was: a clock
+    interval = sys.getswitchinterval()  # nothing that a second run finds as it was
 
     class Clocked(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             y = torch.tanh(x)
-            return torch.sigmoid(y) if x.mean().item() > 100 or late.is_set() else y
+            return torch.sigmoid(y) if x.mean().item() > 100 or sys.getswitchinterval() > 1 else y
 
     layers = [layer for _ in range(6) for layer in (nn.Linear(16, 16), Clocked())]
     model, sample = nn.Sequential(*layers, nn.Linear(16, 16)), torch.randn(4096, 16)
     wrapped = Rockmate(model, sample, 0.6)
     assert "run_Clocked_again" in wrapped.plan.source()
     result = wrapped(sample).sum()
-    late.set()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        with pytest.raises(OpaquePieceError, match="another way"):
-            result.backward()
+    try:
+        sys.setswitchinterval(2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            with pytest.raises(OpaquePieceError, match="another way"):
+                result.backward()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_result_of_another_structure_is_a_plain_step_and_said() -> None:

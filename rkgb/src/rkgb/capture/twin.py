@@ -163,7 +163,7 @@ _ONCE: tuple[type, ...] = (io.IOBase, types.GeneratorType)
 def _shared_types() -> tuple[type, ...]:
     """Return types that cannot be copied and that a forward does not change."""
     found: list[type] = [type(threading.Lock()), type(threading.RLock()), types.ModuleType]
-    found += [torch.Stream, torch.Event, *_ONCE]
+    found += [torch.Stream, torch.Event, weakref.finalize, *_ONCE]
     if torch.distributed.is_available():
         found.append(torch.distributed.ProcessGroup)
     return tuple(found)

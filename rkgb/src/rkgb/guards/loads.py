@@ -10,6 +10,7 @@ _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
 # By these, attributes are read whose names are not written in the code.
 _BY_ANY_NAME = frozenset(("vars", "dir", "attrgetter", "methodcaller", "getmembers", "__dict__"))
+_SETS_BY_NAME = frozenset(("setattr", "delattr", "vars", "__dict__"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Loads:
     attributes: dict[str, int]
     imports: dict[str, int]  # modules that are imported in it
     stores: dict[str, int]  # global variables and those of functions around it that it sets
+    sets: dict[str, int]  # attributes of objects
     compares: set[str]  # `IS`, but with constants, `IN`, `EQUALS`; also in what it makes
     catches: bool = False  # errors that an operation on tensors may raise
 
@@ -48,7 +50,7 @@ def loads_of(code: CodeType) -> Loads:
 
 
 def _read(code: CodeType) -> Loads:
-    found = Loads({}, {}, {}, {}, {}, set())
+    found = Loads({}, {}, {}, {}, {}, {}, set())
     before, loaded, catches = "", None, "suppress" in code.co_names
     line = code.co_firstlineno
     for step in dis.get_instructions(code):
@@ -69,6 +71,8 @@ def _read(code: CodeType) -> Loads:
             found.imports.setdefault(name, line)
         elif kind in ("STORE_GLOBAL", "DELETE_GLOBAL"):
             found.stores.setdefault(name, line)
+        elif kind in ("STORE_ATTR", "DELETE_ATTR"):
+            found.sets.setdefault(name, line)
         elif kind.endswith("_DEREF") and name in code.co_freevars:
             stores = kind.startswith(("STORE", "DELETE"))
             (found.stores if stores else found.free).setdefault(name, line)
@@ -84,8 +88,10 @@ def _read(code: CodeType) -> Loads:
             for name in {*inner.co_freevars} & {*code.co_freevars}:
                 sets = name in of_inner.stores
                 (found.stores if sets else found.free).setdefault(name, inner.co_firstlineno)
+    texts = [held for held in code.co_consts if isinstance(held, str) and held.isidentifier()]
     if not _BY_ANY_NAME.isdisjoint(code.co_names):
         found.attributes.setdefault(ANY, line)
-        texts = (held for held in code.co_consts if isinstance(held, str) and held.isidentifier())
         found.attributes.update((text, line) for text in texts if text not in found.attributes)
+    if not _SETS_BY_NAME.isdisjoint(code.co_names):
+        found.sets.update((text, line) for text in texts if text not in found.sets)
     return replace(found, catches=catches)

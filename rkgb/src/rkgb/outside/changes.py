@@ -68,6 +68,8 @@ class Outside:
         self._paths: dict[int, tuple[str, str]] = {}  # of owners: module, and attribute
         self._direct: set[int] = set()  # containers that are attributes themselves
         self._local: set[int] = set()  # codes of functions that are made while it runs
+        # Names of attributes: what of libraries functions that ran may have given them, and told.
+        self._set_on: dict[str, dict[int, str]] = {}
         for path, module in twin.named_modules():
             for name, value in vars(module).items():
                 if name not in OF_MODULE and value is not None:
@@ -85,7 +87,7 @@ class Outside:
         """Keep what a function leads to that is about to run for the first time."""
         code, loads = seen.code, loads_of(seen.code)
         self._refuse_defaults(seen, frame)
-        reached = Reached(frozenset(loads.attributes), self._inside)
+        reached = Reached(frozenset(loads.attributes), self._inside, loads.sets)
         for name in (*loads.globals, *loads.stores):
             if name in seen.globals or (name in loads.stores and name not in code.co_freevars):
                 self.contents.add(seen.globals, name)
@@ -112,6 +114,11 @@ class Outside:
         for owner in reached.owners.values():
             if id(owner) not in self._paths:
                 self.contents.add(owner)
+        for owner in reached.of_libraries.values():
+            table = owner if isinstance(owner, type) else vars(owner)
+            for name in loads.sets:
+                self.contents.add(table, name)
+                self._set_on.setdefault(name, {})[id(table)] = _told(owner)
         self._note_caches((*reached.caches, *named_so))
         self._local.update(id(c) for c in code.co_consts if hasattr(c, "co_code"))
 
@@ -301,6 +308,7 @@ class Outside:
             if text:
                 yield max(sources.paths[key]), f"{text} ({source.where})"
         paths = {path for one in seen for path in one.paths}
+        yield from self._of_libraries(seen, owners)
         yield from self._of_classes(sources, paths, owners, own)
         yield from self._of_caches(seen)
         if seen:  # what runs whole sets them in every step
@@ -312,6 +320,17 @@ class Outside:
             # A forward may reach into any module, also one that it does not call.
             every = {path for path, _ in self._twin.named_modules()}
             yield from self._of_modules(sources, every, frozenset())
+
+    def _of_libraries(
+        self, seen: Iterable[Seen], owners: Collection[tuple[int, str | None]]
+    ) -> Iterator[tuple[str, str]]:
+        """Yield what is a library's and has been given another attribute."""
+        for one in seen:
+            for name, line in loads_of(one.code).sets.items():
+                for key, told in self._set_on.get(name, {}).items():
+                    if (key, name) in owners:
+                        where = f"{Path(one.code.co_filename).name}:{line}"
+                        yield max(one.paths), f"sets '{name}' of {told} ({where})"
 
     def _is_own(self, value: Any, own: Container[int]) -> bool:
         """Whether a value may be the module's own, or an argument, while a copy runs on others."""
@@ -384,6 +403,13 @@ def _cells(seen: Seen, values: Mapping[str, Any]) -> Iterator[CellType]:
         held = map(cell_content, cells)
         if all(v is values.get(n, v) for n, v in zip(names, held, strict=True)):
             yield from cells
+
+
+def _told(owner: Any) -> str:
+    if isinstance(owner, ModuleType):
+        return owner.__name__
+    kind = owner if isinstance(owner, type) else type(owner)
+    return f"{'' if kind is owner else 'a '}{kind.__module__}.{kind.__qualname__}"
 
 
 def _line(code: CodeType) -> str:

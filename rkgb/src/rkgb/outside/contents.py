@@ -227,7 +227,8 @@ def _set(owner: Any, name: str | None, value: Any) -> None:
 
 def _content(owner: Any, name: str | None) -> Any:
     if name is not None:
-        return owner.get(name, ABSENT)
+        table = vars(owner) if isinstance(owner, type) else owner
+        return meant(table.get(name, ABSENT), ABSENT)
     if isinstance(owner, CellType):
         return cell_content(owner)
     if has_content(owner):

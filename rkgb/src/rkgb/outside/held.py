@@ -6,6 +6,7 @@ import operator
 import weakref
 from collections import deque
 from contextvars import ContextVar
+from logging import Logger
 from types import FunctionType
 from typing import Any
 
@@ -85,4 +86,6 @@ def attributes_held(owner: Any) -> dict[str, Any]:
     for name in () if isinstance(owner, FunctionType) else slots_of(type(owner)):
         if not name.startswith("__") and hasattr(owner, name):
             found[name] = getattr(owner, name)
+    if isinstance(owner, Logger):
+        found.pop("_cache", None)  # filled by use
     return found

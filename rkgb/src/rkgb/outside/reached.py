@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import threading
 import types
 import weakref
 from collections.abc import Collection, Iterable
@@ -16,8 +18,14 @@ from rkgb.guards.owners import is_users
 from rkgb.outside.held import CONTAINERS, MADE_ANEW, OF_MODULE, attributes_held, content_of
 from rkgb.outside.used_up import CLOSED, is_used_up, subject_of
 
-# Of Python's own, which hold what users put there.
-_BAGS = frozenset(("collections", "_thread", "_contextvars"))
+# Of Python's own and torch's, which hold what users put there, by themselves or by methods.
+_BAGS = frozenset(
+    (
+        *("argparse", "collections", "configparser", "contextlib", "optparse", "threading"),
+        *("_thread", "_contextvars", "torch.amp.grad_scaler"),
+    )
+)
+_OPTIMIZERS = "torch.optim."  # and their schedulers
 _DEPTH = 4  # of containers and objects in each other
 _LONG = 512  # longer containers are not looked into
 _KEYED = (dict, set, frozenset, weakref.WeakKeyDictionary, weakref.WeakSet)
@@ -28,10 +36,17 @@ class Reached:
 
     `asked` are names of attributes: of modules and classes others are not followed. What torch
     calls a module is looked into if it is not `inside` of the model, of which these are the ids.
+    Of what is a library's, only names count that code of the user's `sets`.
     """
 
-    def __init__(self, asked: frozenset[str], inside: Collection[int] | None = None) -> None:
-        self.asked, self.inside = asked, inside
+    def __init__(
+        self,
+        asked: frozenset[str],
+        inside: Collection[int] | None = None,
+        sets: Collection[str] = (),
+    ) -> None:
+        self.asked, self.inside, self.sets = asked, inside, sets
+        self.of_libraries: dict[int, Any] = {}  # modules, classes and objects
         self.owners: dict[int, Any] = {}  # containers, `vars` of objects, and classes
         self.used: list[Any] = []
         self.caches: list[Any] = []  # functions that remember their results
@@ -86,14 +101,25 @@ class Reached:
                 self.owners[id(value)] = value
                 table = vars(value)
                 self._add_all((table[n] for n in self.asked & table.keys()), depth)
+            else:
+                self._follow_library(value, depth)
+        elif isinstance(value, logging.Logger):  # its handlers are nobody's
+            for own in (value, value.handlers, value.filters):
+                self.owners[id(own)] = own
         else:
-            # Loggers, for one, are nobody's.
-            is_bag = isinstance(value, types.SimpleNamespace) or type(value).__module__ in _BAGS
-            is_followed = is_bag or is_users(home_of(value))
+            is_followed = _is_bag(value) or is_users(home_of(value))
             held = attributes_held(value) if is_followed else {}
             if held or (is_followed and hasattr(value, "__dict__")):
                 self.owners[id(value)] = value
                 self._add_all(held.values(), depth)
+            elif self.sets and not is_followed and hasattr(value, "__dict__"):
+                self.of_libraries[id(value)] = value
+
+    def _follow_library(self, value: ModuleType | type, depth: int) -> None:
+        if id(value) not in self.of_libraries:
+            self.of_libraries[id(value)], table = value, vars(value)
+            found = (table[name] for name in self.asked & table.keys())
+            self._add_all([v for v in found if isinstance(v, (ModuleType, type, list))], depth)
 
     def _follow_module(self, module: nn.Module, depth: int) -> None:
         self.owners[id(module)] = module
@@ -104,3 +130,10 @@ class Reached:
     def _add_all(self, values: Iterable[Any], depth: int) -> None:
         for value in values:
             self.add(value, depth)
+
+
+def _is_bag(value: Any) -> bool:
+    home = type(value).__module__
+    if isinstance(value, types.SimpleNamespace) or home in _BAGS:
+        return not isinstance(value, threading.Thread)  # which its own run changes
+    return isinstance(home, str) and home.startswith(_OPTIMIZERS)
