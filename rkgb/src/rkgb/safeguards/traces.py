@@ -27,6 +27,7 @@ from rkgb.guards import Door, is_users
 from rkgb.module_state.start_of_call import numpy_state
 from rkgb.safeguards.interrupts import signals_wait
 from rkgb.safeguards.other_threads import same_state
+from rkgb.safeguards.process_settings import process_settings
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.quiet import printing_to, without_prints
 
@@ -55,11 +56,12 @@ def without_traces(
     """While active, what this thread does leaves nothing outside of the process.
 
     Prints and messages to loggers are dropped, the user's files to write are the null device, what
-    changes files changes none, and the environment is put back in the end. What starts processes or
-    connections is refused. `said` gets what loggers would have put out, and how; then prints are
-    the caller's matter. What it yields is for the code of a module that is imported by this name:
-    it runs once, and leaves what it leaves.
+    changes files changes none, and the environment and settings of the process are put back in the
+    end. What starts processes or connections is refused. `said` gets what loggers would have put
+    out, and how; then prints are the caller's matter. What it yields is for the code of a module
+    that is imported by this name: it runs once, and leaves what it leaves.
     """
+    put_settings_back = process_settings()
     variables: dict[str, str | None] = {}  # of the environment, as they were
     streams = sys.stdout, sys.stderr  # the second is where our own messages go
 
@@ -91,12 +93,19 @@ def without_traces(
         _keep(name, variables)
         remove(name)
 
-    call_handlers, put, remove = logging.Logger.callHandlers, os.putenv, os.unsetenv
+    def set_mask(mask: int) -> int:
+        masks.append(set_mask_now(mask))
+        return masks[-1]
+
+    masks: list[int] = []  # those before; only a change says what it was
+    call_handlers, set_mask_now = logging.Logger.callHandlers, os.umask
+    put, remove = os.putenv, os.unsetenv
     patches = Patches(
         (
             (logging.Logger, "callHandlers", log),
             (os, "putenv", set_variable),
             (os, "unsetenv", delete_variable),
+            (os, "umask", set_mask),
             (os, "open", _opening_by_flags(os.open)),
             (torch, "save", _saving(torch.save)),
             *((os, name, _doing_nothing(getattr(os, name), n)) for name, n in _CHANGES.items()),
@@ -110,6 +119,9 @@ def without_traces(
                 stack.enter_context(without_prints(name))
             yield importing
     finally:
+        put_settings_back()
+        for mask in masks[:1]:
+            os.umask(mask)
         for name, value in variables.items():
             if value is None:
                 os.environ.pop(name, None)
