@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
 
 # What torch.compile(..., fullgraph=True) says of a planned module.
 _WHY_OPAQUE = (
@@ -17,15 +16,36 @@ _WHY_OPAQUE = (
 )
 
 
+_DERIVED = "_rockmate_derived"  # attribute of a class that `_plain_class` has made
+
+
+@functools.cache
+def _plain_class(kind: Any, base: Any) -> Any:
+    """Return what a class derived from a planned one would be, were it derived from `base`.
+
+    Torch gives a module with a parametrization such a class, which refuses to be pickled, and so
+    to be copied.
+    """
+    left_out = ("__dict__", "__weakref__", "__getstate__")
+    space = {name: value for name, value in vars(kind).items() if name not in left_out}
+    return type(base)(kind.__name__, (base,), {**space, _DERIVED: True})
+
+
 class ForwardAttribute:
     """`forward` of a planned class; it precedes a `forward` among the model's own attributes."""
 
-    def __init__(self, base: type[nn.Module]) -> None:
+    def __init__(self, base: Any) -> None:
         @functools.wraps(base.forward)  # trainers look at its signature
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             planned = getattr(self, "_rockmate", None)
             if planned is None or planned.table is not vars(self):  # a replica
                 return base.forward(self, *args, **kwargs)
+            kind: Any = type(self)
+            view: Any = planned.model
+            if "forward" not in vars(kind) and view is not self:
+                view.__class__ = _plain_class(kind, base)
+            elif _DERIVED in type(view).__dict__:
+                view.__class__ = base
             return planned(args, kwargs)
 
         self.plain, self.untraced = forward, None
