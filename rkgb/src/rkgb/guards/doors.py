@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from rkgb.guards.holding import PLAIN
-from rkgb.guards.owners import hands_on, is_users
+from rkgb.guards.owners import hands_on, is_pythons, is_users
 from rkgb.torch_api.private.flags import named_kernel_flags
 
 _TORCHS = "torch._C"
@@ -192,7 +192,7 @@ def _look_up(called: Any, holder: Any) -> Door | None:
     if _TORCHS in homes and called is getattr(torch._C, called.__name__):
         return homes[_TORCHS]
     top = home.partition(".")[0]
-    is_known = top in _STEADY_MODULES or not (is_users(top) or top in sys.stdlib_module_names)
+    is_known = top in _STEADY_MODULES or not (is_users(top) or is_pythons(top))
     return homes.get(home) or (None if is_known else Door.SYSTEM)
 
 

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from rkgb.guards.loads import OWN
-from rkgb.guards.owners import is_users
+from rkgb.guards.owners import is_pythons, is_users
 
 PLAIN = (type(None), bool, int, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 OBJECTS = (
@@ -154,8 +154,8 @@ def keeps_to_itself(value: Any) -> bool:
     """Whether it is Python of the standard library that reads the attributes of an object."""
     if isinstance(value, (ModuleType, type)):
         return False
-    top = home_of(value).partition(".")[0]
-    return top in sys.stdlib_module_names and top not in _OPEN
+    home = home_of(value)
+    return is_pythons(home) and home.partition(".")[0] not in _OPEN
 
 
 def bytes_of(value: Any, most: int) -> bytes | None:

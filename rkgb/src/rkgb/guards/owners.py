@@ -39,6 +39,11 @@ def _is_users(module: str) -> bool:
     return module == "__main__" or top not in _LIBRARIES or (top in _OURS and ".test" in module)
 
 
+def is_pythons(module: str) -> bool:
+    """Whether a module is of Python's standard library, by its name."""
+    return module.partition(".")[0] in sys.stdlib_module_names
+
+
 def is_ours(module: object) -> bool:
     """Whether what is written in a module is Rockmate's own."""
     return isinstance(module, str) and module.partition(".")[0] in _OURS
@@ -59,4 +64,4 @@ def _hands_on(module: str) -> bool:
     top = module.partition(".")[0]
     if top in ("torch", "rkgb"):
         return module in _HANDS_ON or module in _BETWEEN
-    return top == "numpy" or (top in sys.stdlib_module_names and top not in _APART)
+    return top == "numpy" or (is_pythons(top) and top not in _APART)

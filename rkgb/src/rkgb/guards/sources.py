@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from rkgb.guards.code_watch import Seen
 from rkgb.guards.entries import ABSENT, attributes_of, cell_content
 from rkgb.guards.loads import OWN, loads_of
-from rkgb.guards.owners import hands_on, is_ours
+from rkgb.guards.owners import hands_on, is_ours, is_pythons
 from rkgb.guards.watched import Watched
 from rkgb.torch_api.patches import meant
 from rkgb.torch_api.tensor_facts import fact
@@ -234,7 +234,7 @@ class Sources:
         for name in loads.globals:
             value = seen.globals.get(name)
             # Of modules of Python's own (`sys` leads to all modules) what is called is enough.
-            is_followed = isinstance(value, ModuleType) and not _is_pythons(value)
+            is_followed = isinstance(value, ModuleType) and not is_pythons(value.__name__)
             if callable(value) or is_followed:
                 self._add(Source(seen.globals, name, f"'{name}' of {home}", ""), seen)
             if isinstance(value, ModuleType) and not is_ours(value.__name__):
@@ -242,11 +242,6 @@ class Sources:
                     if callable(vars(value)[called]):
                         told = f"'{called}' of {value.__name__}"
                         self._add(Source(vars(value), called, told, ""), seen)
-
-
-def _is_pythons(module: ModuleType) -> bool:
-    """Whether a module is of the standard library."""
-    return module.__name__.partition(".")[0] in sys.stdlib_module_names
 
 
 @dataclass(frozen=True)
