@@ -393,3 +393,39 @@ def test_what_a_measured_step_frees_of_earlier_ones_is_no_room() -> None:
             step()
         peak = trace_memory(lambda span: step(), torch.device("cpu")).peak_bytes
         assert 4096 < peak - 8 <= planned.budget_bytes  # the loss and its gradient are outside
+
+
+class Returning(nn.Module):
+    """Returns what its last layer returns, which is no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if x.sum() > 1e9:
+                x = x / 2
+        return x
+
+
+@pytest.mark.parametrize("loss", [Tensor.sum, Tensor.mean, lambda y: y.square().sum()])
+def test_the_first_backward_of_a_sum_stays_within_the_budget(
+    loss: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = Returning().train()
+    twin, batch = copy.deepcopy(model), rows(0)
+    rk = Rockmate(model, batch, 0.7, cost="flops")
+
+    def step(module: nn.Module) -> None:
+        torch.manual_seed(1)
+        loss(module(batch)).backward()
+
+    gradients = sum(p.nbytes for p in model.parameters())
+    peak = trace_memory(lambda _: step(rk), torch.device("cpu")).peak_bytes - gradients
+    step(twin)
+    assert "have arrived in a new way" not in caplog.text
+    assert peak <= rk.budget_bytes
+    assert_same_gradients(model, twin)

@@ -14,29 +14,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from rkgb.elements import flatten
 from rkgb.engine import Sample
-from rkgb.outside import Contents
+from rkgb.graphs import BasicGraph
 from rkgb.torch_api import TakingMost, noting_calls
 from rockmate.arguments import Call
-from rockmate.blockwise.rehearsal import (
-    TURN,
-    Mark,
-    Marker,
-    find_what_changes,
-    kept_as_it_is,
-    trace_step,
-)
+from rockmate.blockwise.rehearsal import TURN, Mark, Marker, find_what_changes, trace_step
 from rockmate.blockwise.rehearsal import run_step as rehearse
 from rockmate.comparison.eager import StepResult, differences, run_step
-from rockmate.decisions.blocks import EVERYTHING, HowToRun, WrittenOutsideError
+from rockmate.decisions.blocks import EVERYTHING, KEEP, HowToRun, WrittenOutsideError
+from rockmate.decisions.dressing import undressed
 from rockmate.decisions.meeting import Meeting, place_of
+from rockmate.decisions.plain_step import KeptParameters, plain_step
 from rockmate.decisions.report import DecidedPlan, report
 from rockmate.decisions.step_plan import Nodes, StepPlan
 from rockmate.errors import InfeasibleBudgetError, RockmateError, SelfTestError
@@ -77,13 +73,13 @@ def plan_step(
     """
     bare = without_hooks(model, type(model))
     sample = Sample.of(bare, *call)
-    parameters = _Parameters(model)
+    parameters = KeptParameters(model)
     with parameters.kept(bare, sample):
         find_what_changes(bare, [_own_call(sample)], sample.device)
         with contextlib.suppress(torch.OutOfMemoryError):
             rehearse(bare, _own_call(sample), sample.device)  # what its backward changes
     with noting_calls() as by_values:
-        eager = _eager_step(bare, sample, parameters)
+        eager = plain_step(bare, sample, parameters)
     budget_bytes, fraction = parse_budget(settings.budget)
     if budget_bytes is None:
         if eager is None or fraction is None:
@@ -106,51 +102,10 @@ def plan_step(
     raise AssertionError("the last of them returns or raises")
 
 
-class _Parameters:
-    """The values of parameters that a forward may write to, copied to the host.
-
-    Steps run with another object in place of the root; hooks may know the root itself, and set its
-    attributes.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.root = Contents()
-        self.root.add(model, lends=False)
-        self.rows = [(p, p.data, p.detach().to("cpu", copy=True)) for p in model.parameters()]
-
-    def restore(self) -> None:
-        """Restore the values that have changed."""
-        self.root.restore()
-        for parameter, own, content in self.rows:
-            if parameter.data_ptr() != own.data_ptr():
-                parameter.data = own
-            if not torch.equal(own.cpu(), content):
-                own.copy_(content)
-
-    @contextlib.contextmanager
-    def kept(self, model: nn.Module, sample: Sample) -> Iterator[None]:
-        """Undo everything that steps inside change."""
-        try:
-            with kept_as_it_is(model, sample.device, (sample.args, sample.keywords)):
-                yield
-        finally:
-            self.restore()
-
-
 def _own_call(sample: Sample) -> Call:
     """Return the sample's call, with private gradients."""
     own = sample.detached()
     return own.args, own.keywords
-
-
-def _eager_step(bare: nn.Module, sample: Sample, parameters: _Parameters) -> StepResult | None:
-    """Run one plain step; None if the device has too little memory for it."""
-    try:
-        with parameters.kept(bare, sample):
-            return run_step(bare, bare, sample, keep="fingerprints")
-    except torch.OutOfMemoryError:
-        _log.warning("a plain step of %s does not fit, and is not compared", type(bare).__name__)
-        return None
 
 
 class _Planner:
@@ -159,7 +114,7 @@ class _Planner:
         bare: nn.Module,
         name: str,
         sample: Sample,
-        parameters: _Parameters,
+        parameters: KeptParameters,
         settings: Terms,
         eager: StepResult | None,
         *,
@@ -200,6 +155,7 @@ class _Planner:
         with self.parameters.kept(self.bare, self.sample):
             self.unseen = meeting.unseen()
         self.blocks = meeting.blocks
+        self.ends = [(seen, meeting.samples[seen.block.group]) for seen in meeting.ends]
 
     def chosen(self, budget_bytes: int, why: str) -> ChosenStep:
         """Return the fastest plan that was found within the budget.
@@ -252,7 +208,21 @@ class _Planner:
         if self.own is not None:
             around = self.own.most_between * len(self.unseen)  # has room, or has been told
             plan.most_nodes = self.own.total + around
+        self._foresee(found)
         return ChosenStep(plan, made, eager_bytes)
+
+    def _foresee(self, numbers: Sequence[int]) -> None:
+        """Record backwards from sums of what the root returns, while no step holds memory."""
+        chosen = dict(zip(self.calls, numbers, strict=True))
+        for call, (args, kwargs) in self.ends:
+            run = call.run(chosen[call]) if call in chosen else KEEP
+            leaves = flatten((args, dict(kwargs)))[0]
+            shapes = tuple(tuple(t.shape) for t in leaves if isinstance(t, Tensor))
+            if not isinstance(run, str) and shapes == call.shapes:
+                bare = without_hooks(call.block.view, type(call.block.view))
+                with undressed(), self.parameters.kept(self.bare, self.sample):
+                    for planned in run.plans:  # the sample is a layer's that may be another
+                        planned.foresee(bare, _wanting_as(planned.network.basic, leaves))
 
     def _search(
         self, memory: StepMemory, room: int, beyond: int, known: Sequence[Sequence[int]]
@@ -365,7 +335,7 @@ class _Planner:
                 break  # a recording takes memory of its own, and on a CPU the only meter
         wrong = [] if self.eager is None else differences(self.eager, ours)
         if wrong and self.settings.self_test:
-            again = _eager_step(self.bare, self.sample, self.parameters)
+            again = plain_step(self.bare, self.sample, self.parameters)
             noise = [] if again is None or self.eager is None else differences(self.eager, again)
             wrong = [what for what in wrong if what not in noise]
             if wrong:
@@ -375,6 +345,15 @@ class _Planner:
                 )
         self.tested[tuple(numbers)], self.own = ours, step.own
         return ours
+
+
+def _wanting_as(basic: BasicGraph, leaves: Sequence[Any]) -> list[Any]:
+    """Return the same values, of which those want gradients that did in a recording."""
+    wanting = {leaf for leaf, _ in basic.edges}
+    return [
+        leaf.detach().requires_grad_(name in wanting) if isinstance(leaf, Tensor) else leaf
+        for leaf, name in zip(leaves, basic.inputs, strict=True)
+    ]
 
 
 class _Root(nn.Module):

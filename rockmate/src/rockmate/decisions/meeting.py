@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -82,6 +83,8 @@ class Meeting:
         self.calls: list[SeenCall] = []
         self.samples: dict[str, Call] = {}  # by group
         self.kinds: dict[str, list[Kind]] = {}  # by group
+        self.ends: list[SeenCall] = []  # of which the root returns a result as it is
+        self._made: list[tuple[SeenCall, list[weakref.ref[Tensor]]]] = []
         self._inside = False
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -95,6 +98,16 @@ class Meeting:
         for path in {call.block.path: None for call in self.calls}:
             if name := self._changed(path):
                 raise WrittenOutsideError(path, name)
+        given = [t for t in flatten(result)[0] if isinstance(t, Tensor)]
+        self.ends = [
+            seen for seen, made in self._made if any(ref() is t for ref in made for t in given)
+        ]
+        return result
+
+    def _note(self, seen: SeenCall, result: Any) -> Any:
+        """Note what a call returns, and return it."""
+        tensors = (t for t in flatten(result)[0] if isinstance(t, Tensor))
+        self._made.append((seen, [*map(weakref.ref, tensors)]))
         return result
 
     def _changed(self, path: str) -> str:
@@ -122,10 +135,10 @@ class Meeting:
                 return result
             del self.calls[first:]
             self.calls.append(seen)
-            return result
+            return self._note(seen, result)
         self.calls.append(seen)
         with self._observed(seen, args, kwargs):
-            return self._run(path, seen.run(seen.least), args, kwargs)
+            return self._note(seen, self._run(path, seen.run(seen.least), args, kwargs))
 
     def _decides(self, seen: SeenCall) -> bool:
         """Return whether a block's recording has an opaque call of a module with submodules."""
