@@ -1,4 +1,4 @@
-"""Modules, classes and objects of libraries that a forward changes: by every step, as in plain."""
+"""Modules, classes and objects of libraries that a forward changes or reads, as in plain."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -183,3 +184,72 @@ def test_a_finalizer_of_what_lives_is_alive() -> None:
     rk = Rockmate(model, torch.randn(2, 4), 1 << 20, cost="flops", progress=False)
     x = torch.randn(2, 4)
     assert torch.equal(rk(x), model.layer(x).tanh())
+
+
+scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0)
+data = torch.utils.data.TensorDataset(torch.zeros(1))
+loader = torch.utils.data.DataLoader(data)
+child = logging.getLogger("of a library.child")
+
+
+def _set_data(number: int) -> None:
+    data.tensors = (torch.zeros(number),)
+
+
+# What a forward reads by methods and functions of libraries, and what changes it.
+READS: dict[str, tuple[Callable[[], float], Callable[[int], Any]]] = {
+    "schedule": (lambda: schedule.get_last_lr()[0], lambda _: schedule.step()),
+    "scale": (scaler.get_scale, lambda n: setattr(scaler, "_init_scale", float(n))),
+    "interval": (scaler.get_growth_interval, scaler.set_growth_interval),
+    "data": (lambda: float(len(data)), _set_data),
+    "loader": (lambda: float(len(loader)), _set_data),
+    "parser": (
+        lambda: parser.getint("DEFAULT", "scale", fallback=1),
+        lambda n: parser.set("DEFAULT", "scale", str(n)),
+    ),
+    "semaphore": (lambda: semaphore._value, lambda _: semaphore.acquire()),
+    "logger": (lambda: 1 + child.isEnabledFor(15), lambda n: logger.setLevel(10 * (n % 2 + 1))),
+    "any logger": (lambda: 1 + child.isEnabledFor(35), lambda n: logging.disable(40 * (n % 2))),
+    "root logger": (
+        lambda: logging.getLogger().getEffectiveLevel(),
+        lambda n: logging.getLogger().setLevel(30 + n),
+    ),
+    "printing": (
+        lambda: np.get_printoptions()["precision"],
+        lambda n: np.set_printoptions(precision=n),
+    ),
+}
+
+
+@pytest.fixture
+def _with_logging_as_it_was() -> Any:
+    level = logging.getLogger().level
+    with np.printoptions():
+        yield
+    logging.disable(logging.NOTSET)
+    logging.getLogger().setLevel(level)
+
+
+class Reading(nn.Module):
+    def __init__(self, read: Callable[[], float]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x) * self.read()
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
+@pytest.mark.usefixtures("_with_logging_as_it_was")
+@pytest.mark.parametrize("name", READS)
+def test_what_their_methods_read_is_looked_at_in_every_step(name: str) -> None:
+    read, change = READS[name]
+    module = Reading(read)
+    rk = Rockmate(module, torch.randn(8, 16), 1 << 20, cost="flops", progress=False)
+    for number in range(6):
+        x = torch.randn(8, 16)
+        assert torch.equal(rk(x), module(x))
+        if number >= 2:  # the second step has been compared with the recording
+            change(number)

@@ -93,6 +93,8 @@ DECIDES = frozenset(
 )
 BOUND = (BuiltinFunctionType, MethodWrapperType)  # methods written in C, which hold their object
 _OPEN = frozenset(("logging", "types", "argparse"))
+# Of torch, whose objects are read by their methods; what optimizers hold changes at every step.
+_CLOSED = ("torch.amp.", "torch.optim.lr_scheduler", "torch.optim.swa_utils", "torch.utils.data.")
 
 
 class Registered:
@@ -151,10 +153,12 @@ def home_of(value: Any) -> str:
 
 
 def keeps_to_itself(value: Any) -> bool:
-    """Whether it is Python of the standard library that reads the attributes of an object."""
+    """Whether it is Python of a library that reads the attributes of an object."""
     if isinstance(value, (ModuleType, type)):
         return False
     home = home_of(value)
+    if home.startswith(_CLOSED):
+        return not isinstance(value, FunctionType)
     return is_pythons(home) and home.partition(".")[0] not in _OPEN
 
 

@@ -13,6 +13,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -235,7 +236,9 @@ class Sources:
             value = seen.globals.get(name)
             # Of modules of Python's own (`sys` leads to all modules) what is called is enough.
             is_followed = isinstance(value, ModuleType) and not is_pythons(value.__name__)
-            if callable(value) or is_followed:
+            decides = isinstance(value, ContextVar)  # by what a user has set
+            decides |= isinstance(value, logging.Logger) and home == logging.__name__
+            if callable(value) or is_followed or decides:
                 self._add(Source(seen.globals, name, f"'{name}' of {home}", ""), seen)
             if isinstance(value, ModuleType) and not is_ours(value.__name__):
                 for called in loads.attributes.keys() & vars(value).keys():
