@@ -133,8 +133,30 @@ def test_steps_with_such_hooks_stay_within_the_budget() -> None:
     assert measured_peak_bytes(rk, (x,), grads_exist=True) <= rk.budget_bytes < 0.75 * whole
 
 
-def test_where_no_part_could_save_memory_the_hook_is_named() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    model[0].register_forward_hook(lambda _m, _i, out: out.sum().item() and None)
-    with pytest.raises(DataDependentError, match=r"test_hooks_that_decide.py.* in module '0'"):
-        Rockmate(model, torch.randn(4, 8), 1.0, cost="flops", progress=False)
+def of_every_layer(model: nn.Module, log: Log) -> None:
+    for module in model.modules():
+        if not [*module.children()]:
+            module.register_forward_hook(lambda _m, _i, out: log.append(out.sum().item()))
+
+
+def test_where_no_part_can_save_memory_it_runs_plain_within_the_budget(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain = layers()
+    model, sample = copy.deepcopy(plain), torch.randn(32, 16)
+    ours, theirs = list[Any](), list[Any]()
+    of_every_layer(model, ours)
+    of_every_layer(plain, theirs)
+    with pytest.raises(DataDependentError, match=r"test_hooks_that_decide.py.* in module '0.0'"):
+        Rockmate(model, sample, 0.9, cost="flops", progress=False)
+    assert not ours
+    rk = Rockmate(model, sample, 1.0, cost="flops", progress=False)
+    assert "Sequential saves no memory" in caplog.text
+    for rows in (32, 32, 16):
+        x = torch.randn(rows, 16)
+        for module in (rk, plain):
+            module.zero_grad()
+            module(x).square().mean().backward()
+        assert_same_gradients(model, plain)
+        assert ours == theirs
+    assert rk.plan.rows == ()

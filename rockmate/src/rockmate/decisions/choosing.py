@@ -60,11 +60,18 @@ class ChosenStep:
 
 
 def plan_step(
-    model: nn.Module, call: Call, settings: Terms, whole: Sequence[str], why: str
+    model: nn.Module,
+    call: Call,
+    settings: Terms,
+    whole: Sequence[str],
+    why: str,
+    *,
+    may_be_plain: bool = False,
 ) -> ChosenStep:
     """Return a plan for a root whose submodules `whole` cannot be recorded.
 
-    A budget that is a fraction is one of what a plain step takes.
+    A budget that is a fraction is one of what a plain step takes. A root without blocks gets a plan
+    if it `may_be_plain`, and a plain step is within the budget.
 
     Raises:
         NoBlocksError: no submodule could save less.
@@ -93,13 +100,26 @@ def plan_step(
             planner.takes_by_values = bool(by_values)
             planner.meet(whole)
             return planner.chosen(budget_bytes, why)
-        except (InfeasibleBudgetError, NoBlocksError):
+        except NoBlocksError as none:
+            room = budget_bytes - settings.reserve
+            if not may_be_plain or eager is None or eager.allocated_peak_bytes > room:
+                raise
+            why = f"{why} It runs plain: {none}."
+            return _plain(type(model).__name__, why, budget_bytes, eager)
+        except InfeasibleBudgetError:
             raise
         except Exception as error:
             if not plans:
                 raise
             _log.info("blocks of %s run again whole: %s", type(model).__name__, error)
     raise AssertionError("the last of them returns or raises")
+
+
+def _plain(name: str, why: str, budget_bytes: int, eager: StepResult) -> ChosenStep:
+    """Return a plan without blocks."""
+    _log.warning("%s saves no memory: %s", name, why)
+    made = report(name, why, (), (), (), budget_bytes, eager, eager)
+    return ChosenStep(StepPlan(name, {}, {}, budget_bytes), made, eager.allocated_peak_bytes)
 
 
 def _own_call(sample: Sample) -> Call:

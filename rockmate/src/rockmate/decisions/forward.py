@@ -51,6 +51,7 @@ class DecidingModule(PlannedModule):
     def __init__(self, model: nn.Module, settings: Terms) -> None:
         super().__init__(model, settings)
         self.whole: tuple[str, ...] = ()  # submodules that cannot be recorded
+        self.may_be_plain = False  # where it has no blocks: it cannot run whole either
         self.steps = OrderedDict[Hashable, ChosenStep]()  # by kind of call
         self._before_loss = set[Hashable]()  # kinds planned before a loss outside was seen
 
@@ -153,8 +154,10 @@ class DecidingModule(PlannedModule):
             raise error
         self.whole, reason = error.apart, without_advice(str(error))
         try:
+            self.may_be_plain = True
             chosen = self._plan_step(self.as_called(call), reason, settings)
         except NoBlocksError:
+            self.may_be_plain = False
             raise error from None
         self.settings = replace(self.settings, budget=chosen.report.budget_bytes)
         self.why = reason
@@ -209,7 +212,8 @@ class DecidingModule(PlannedModule):
         ):
             began = time.perf_counter()
             args, kwargs = call
-            chosen = plan_step(self.model, (tuple(args), kwargs), settings, self.whole, why)
+            given = self.model, (tuple(args), kwargs), settings, self.whole, why
+            chosen = plan_step(*given, may_be_plain=self.may_be_plain)
             seconds = {"blocks": time.perf_counter() - began}
             chosen = replace(chosen, report=replace(chosen.report, seconds=seconds))
             key, whole = _kind_of(self.model, call), self.settings.whole_step
