@@ -429,3 +429,40 @@ def test_the_first_backward_of_a_sum_stays_within_the_budget(
     assert "have arrived in a new way" not in caplog.text
     assert peak <= rk.budget_bytes
     assert_same_gradients(model, twin)
+
+
+class Wrapped(nn.Module):
+    """Wraps the forward of classes that derive from it, as layers of transformers do."""
+
+    def __init_subclass__(cls) -> None:
+        forward: Any = cls.forward
+
+        @functools.wraps(forward)
+        def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return forward(self, *args, **kwargs)
+
+        cls.forward = wrapper  # type: ignore[method-assign]
+
+
+class WrappedLayer(Wrapped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x))
+        return y
+
+
+def test_layers_whose_class_wraps_their_forward_are_blocks() -> None:
+    torch.manual_seed(0)
+    model = Returning().train()
+    model.layers = nn.ModuleList(WrappedLayer() for _ in range(3))
+    twin = copy.deepcopy(model)
+    rk = Rockmate(model, rows(0), 0.7, cost="flops")
+    assert [row.path for row in rk.plan.rows] == ["layers.0", "layers.1", "layers.2"]
+    assert type(model.layers[0]) is WrappedLayer
+    for module in (rk, twin):
+        torch.manual_seed(1)
+        module(rows(0)).square().mean().backward()
+    assert_same_gradients(model, twin)

@@ -66,7 +66,9 @@ def _dressed(base: Any) -> type:
         led = _LedForward(base)
         names = ("__module__", "__qualname__", "__doc__")
         space = {"forward": led, UNDRESSED: base, **{name: getattr(base, name) for name in names}}
-        led.kind = known = _classes[base] = type(base)(base.__name__, (base,), space)
+        led.kind = known = type(base)(base.__name__, (base,), space)
+        type.__setattr__(known, "forward", led)  # a library may have wrapped it: transformers does
+        _classes[base] = known
     return known
 
 
