@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -21,13 +22,12 @@ _DERIVED = "_rockmate_derived"  # attribute of a class that `_plain_class` has m
 
 @functools.cache
 def _plain_class(kind: Any, base: Any) -> Any:
-    """Return what a class derived from a planned one would be, were it derived from `base`.
+    """Return `base` with the properties of a class derived from a planned one.
 
-    Torch gives a module with a parametrization such a class, which refuses to be pickled, and so
-    to be copied.
+    Torch gives a module with parametrizations such a class: the weights are properties.
     """
-    left_out = ("__dict__", "__weakref__", "__getstate__")
-    space = {name: value for name, value in vars(kind).items() if name not in left_out}
+    derived = takewhile(lambda own: "forward" not in vars(own), kind.__mro__)
+    space = {n: v for own in derived for n, v in vars(own).items() if isinstance(v, property)}
     return type(base)(kind.__name__, (base,), {**space, _DERIVED: True})
 
 
@@ -42,7 +42,7 @@ class ForwardAttribute:
                 return base.forward(self, *args, **kwargs)
             kind: Any = type(self)
             view: Any = planned.model
-            if "forward" not in vars(kind) and view is not self:
+            if "forward" not in vars(kind) and "parametrizations" in self._modules:
                 view.__class__ = _plain_class(kind, base)
             elif _DERIVED in type(view).__dict__:
                 view.__class__ = base
