@@ -178,7 +178,7 @@ def all_fail_together(rank: int) -> None:
     enough = 2 * strict.value.minimum_bytes
     # What cannot be planned on one process is refused on all of them, after the step.
     if rank:
-        model.blocks[1].mlp.append(Writing())  # type: ignore[union-attr, operator, index]
+        model.blocks[1].mlp.append(Setting())  # type: ignore[union-attr, operator, index]
     with pytest.raises(rockmate.RockmateError, match="on rank 1 of 2") as refused:
         rockmate.apply_to_blocks(model, (ids, targets), enough, cost="flops", compare=False)
     assert_same_on_all(str(refused.value))
@@ -275,9 +275,12 @@ def _refuses(*_: Any) -> None:
     raise ValueError("another order")
 
 
-class Writing(nn.Module):
+class Setting(nn.Module):
+    """Sets for all that runs later how autocast casts, which no step would do."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return x.add_(1) if torch.is_grad_enabled() and x.is_leaf else x + torch.rand(()).item()
+        torch.set_autocast_enabled("cpu", False)
+        return x + 1
 
 
 @pytest.mark.slow
