@@ -62,7 +62,7 @@ def test_planning_leaves_the_sample_and_steps_write_to_arguments(
     assert peak(rk, rows(0)) <= rk.budget_bytes
 
 
-def test_a_root_without_blocks_is_refused_in_the_words_of_its_recording() -> None:
+def test_a_root_without_blocks_is_refused_in_the_words_of_its_recording_or_plain() -> None:
     class Alone(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -74,8 +74,14 @@ def test_a_root_without_blocks_is_refused_in_the_words_of_its_recording() -> Non
 
     sample = torch.ones(4, 8)
     with pytest.raises(SideEffectError, match="numpy's random numbers"):
-        Rockmate(Alone(), sample, 1.0, cost="flops")
+        Rockmate(Alone(), sample, 0.9, cost="flops")
     assert torch.equal(sample, torch.ones(4, 8))
+    rk, twin = Rockmate(Alone(), sample, 1.0, cost="flops"), Alone()
+    assert torch.equal(sample, torch.ones(4, 8))
+    for step in range(2):
+        ours, theirs = (outcome(m, torch.ones(4, 8), step) for m in (rk, twin))
+        assert ours == theirs
+        assert_same_gradients(rk, twin)
 
 
 def test_planning_blocks_leaves_the_sample() -> None:

@@ -127,11 +127,11 @@ class DecidingModule(PlannedModule):
                 raise
             args, kwargs = self.as_called(call)
             self.whole, before = tuple(whole), self.settings
-            self.settings = replace(before, budget=error.asked_bytes)
-            settings = replace(options["settings"], budget=error.asked_bytes)
+            settings = options["settings"]  # a fraction is one of the plain step here
             reason = self._reason(args, kwargs)
             try:
-                self._plan_step((args, kwargs), reason, settings)
+                chosen = self._plan_step((args, kwargs), reason, settings)
+                self.settings = replace(before, budget=chosen.report.budget_bytes)
             except NoBlocksError as none:
                 self.settings = before
                 error.add_note(str(none))
