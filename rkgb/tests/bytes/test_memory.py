@@ -17,6 +17,7 @@ from rkgb.capture.record import make_B
 from rkgb.capture.step import RecordedStep
 from rkgb.capture.ways import Asked, Way
 from rkgb.device.chosen import trace_memory
+from rkgb.device.cpu import trace_by_profiler
 from rkgb.device.rng import RngState
 from rkgb.elements.sample import Sample
 from rkgb.elements.tensor_info import storage_bytes, storage_id
@@ -48,11 +49,11 @@ def test_blocks_of_before_do_not_count() -> None:
     """Torch knows blocks that a profiler saw, and forgets none that is freed while none looks."""
     kept: list[Tensor] = []
     for _ in range(3):
-        trace_memory(lambda _span: kept.append(torch.empty(1 << 20)), CPU)
-        trace = trace_memory(lambda _span: kept.clear(), CPU)
+        trace_by_profiler(lambda _span: kept.append(torch.empty(1 << 20)))
+        trace = trace_by_profiler(lambda _span: kept.clear())
         assert (trace.peak_bytes, trace.end_bytes, trace.timeline) == (0, 0, ())
     # Addresses that have been seen are used again by blocks that have not.
-    trace_memory(lambda _span: kept.extend(map(torch.empty, range(8, 2048, 8))), CPU)
+    trace_by_profiler(lambda _span: kept.extend(map(torch.empty, range(8, 2048, 8))))
     addresses = {t.data_ptr() for t in kept}
     kept.clear()
     kept.extend(map(torch.empty, range(8, 2048, 8)))
@@ -62,7 +63,7 @@ def test_blocks_of_before_do_not_count() -> None:
         kept.clear()
         kept.append(torch.empty(1 << 20))
 
-    trace = trace_memory(step, CPU)
+    trace = trace_by_profiler(step)
     assert (trace.peak_bytes, trace.end_bytes) == (1 << 22, 1 << 22)
 
 
