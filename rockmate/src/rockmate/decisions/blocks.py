@@ -10,7 +10,7 @@ nothing, because later sizes differ.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -124,6 +124,11 @@ def _in_a_step() -> Iterator[None]:
         ) from error
     except (RockmateError, RkgbError) as error:
         raise NotPlannedError(without_advice(str(error))) from error
+
+
+def shapes_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the shapes of the tensors among the leaves of a call."""
+    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
 
 
 HowToRun = PlannedBlock | str  # or `KEEP`, or `AGAIN`

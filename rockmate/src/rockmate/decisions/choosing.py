@@ -29,7 +29,7 @@ from rockmate.arguments import Call
 from rockmate.blockwise.rehearsal import TURN, Mark, Marker, find_what_changes, trace_step
 from rockmate.blockwise.rehearsal import run_step as rehearse
 from rockmate.comparison.eager import StepResult, differences, run_step
-from rockmate.decisions.blocks import EVERYTHING, KEEP, HowToRun, WrittenOutsideError
+from rockmate.decisions.blocks import EVERYTHING, KEEP, HowToRun, WrittenOutsideError, shapes_of
 from rockmate.decisions.dressing import undressed
 from rockmate.decisions.meeting import Meeting, place_of
 from rockmate.decisions.plain_step import KeptParameters, plain_step
@@ -237,8 +237,7 @@ class _Planner:
         for call, (args, kwargs) in self.ends:
             run = call.run(chosen[call]) if call in chosen else KEEP
             leaves = flatten((args, dict(kwargs)))[0]
-            shapes = tuple(tuple(t.shape) for t in leaves if isinstance(t, Tensor))
-            if not isinstance(run, str) and shapes == call.shapes:
+            if not isinstance(run, str) and shapes_of(leaves) == call.shapes:
                 bare = without_hooks(call.block.view, type(call.block.view))
                 with undressed(), self.parameters.kept(self.bare, self.sample):
                     for planned in run.plans:  # the sample is a layer's that may be another

@@ -126,20 +126,17 @@ class DecidingModule(PlannedModule):
             if not whole or self.settings.strict or self.settings.compile:
                 raise
             args, kwargs = self.as_called(call)
-            self.whole, before = tuple(whole), self.settings
+            self.whole = tuple(whole)
             settings = options["settings"]  # a fraction is one of the plain step here
             reason = self._reason(args, kwargs)
             try:
                 chosen = self._plan_step((args, kwargs), reason, settings)
-                self.settings = replace(before, budget=chosen.report.budget_bytes)
             except NoBlocksError as none:
-                self.settings = before
                 error.add_note(str(none))
                 raise error from None
             except InfeasibleBudgetError as other:
-                self.settings = before
                 raise (other if other.minimum_bytes < error.minimum_bytes else error) from None
-            self.why = reason
+            self._run_blocks_within(chosen, reason)
         except RkgbError as error:
             self._plan_apart(error, call, options["settings"])
         raise _ByBlocksError
@@ -159,6 +156,10 @@ class DecidingModule(PlannedModule):
         except NoBlocksError:
             self.may_be_plain = False
             raise error from None
+        self._run_blocks_within(chosen, reason)
+
+    def _run_blocks_within(self, chosen: ChosenStep, reason: str) -> None:
+        """Plan other calls by blocks, too, within the bytes of the first."""
         self.settings = replace(self.settings, budget=chosen.report.budget_bytes)
         self.why = reason
 

@@ -26,6 +26,7 @@ from rockmate.decisions.blocks import (
     RootBlock,
     SeenCall,
     WrittenOutsideError,
+    shapes_of,
 )
 from rockmate.decisions.dressing import Dressing, undressed
 from rockmate.decisions.recomputed import tensors_read
@@ -192,8 +193,7 @@ class Meeting:
         except (RockmateError, RkgbError):
             self.open.add(path)
             return None
-        leaves = flatten((args, dict(kwargs)))[0]
-        shapes = tuple(tuple(t.shape) for t in leaves if isinstance(t, Tensor))
+        shapes = shapes_of(flatten((args, dict(kwargs)))[0])
         whole = not self.plans or "" in planned.network.opaque
         seen = SeenCall(block, shapes, key, kind, whole)
         if not seen.savable_bytes:
