@@ -170,7 +170,9 @@ def test_hidden_tensors_answer_as_in_plain_pytorch() -> None:
     assert torch.equal(Rockmate(model, (x,), ROOM_BYTES)(x), model(x))
 
 
-def test_what_is_written_on_an_argument_is_refused() -> None:
+def test_what_is_written_on_an_argument_is_written_or_refused() -> None:
+    """A step that runs plain within the budget writes it; a planned one would not."""
+
     class Writing(nn.Module):
         def __init__(self, *, is_whole: bool) -> None:
             super().__init__()
@@ -181,8 +183,14 @@ def test_what_is_written_on_an_argument_is_refused() -> None:
             return self.first(x) * (random.random() if self.is_whole else 1.0)
 
     for is_whole in (False, True):
-        with pytest.raises(SideEffectError):
-            Rockmate(Writing(is_whole=is_whole), (torch.randn(6, 8),), ROOM_BYTES)
+        model, x = Writing(is_whole=is_whole), torch.randn(6, 8)
+        with pytest.raises(SideEffectError, match="attribute 'seen' of a tensor"):
+            Rockmate(model, (torch.randn(6, 8),), 0.5)
+        random.seed(1)
+        y = Rockmate(model, (torch.randn(6, 8),), ROOM_BYTES)(x)
+        assert x.seen
+        random.seed(1)
+        assert torch.equal(y, model(x))
 
 
 def test_a_tensor_written_on_an_argument_is_read_anew_or_refused() -> None:

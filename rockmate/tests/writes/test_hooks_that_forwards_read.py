@@ -110,6 +110,15 @@ class Keeping(Features):
         return torch.cat([y, *self.features.values()], 1)
 
 
-def test_a_dict_that_is_not_emptied_is_refused_by_name() -> None:
+def test_a_dict_that_is_not_emptied_is_filled_or_refused_by_name() -> None:
+    """A step that runs plain within the budget fills it; a planned one would not."""
+    ours, theirs = Keeping("closure"), Keeping("closure")
+    theirs.load_state_dict(ours.state_dict())
     with pytest.raises(SideEffectError, match="attribute 'features' leads to"):
-        Rockmate(Keeping("closure"), torch.randn(64, 8), 10**6)
+        Rockmate(ours, torch.randn(64, 8), 0.5)
+    planned = Rockmate(ours, torch.randn(64, 8), 10**6)
+    assert not ours.features
+    for _ in range(3):
+        x = torch.randn(64, 8)
+        assert torch.equal(planned(x), theirs(x))
+        assert torch.equal(ours.features["a"], theirs.features["a"])
