@@ -98,14 +98,15 @@ class _Facts:
         copied = rerun_state(self.sg, node)
         state = sum(map(self._copy_bytes, copied))
         written = roots_of(self.infos, (n for op in rerun_ops(self.sg, node) for n in op.writes))
-        # A recomputation that is not the last one keeps the copies, and writes to copies of them.
+        # A recomputation that is not the last one keeps the copies, and writes to copies of them,
+        # or runs between copies of what is there now.
         twice = sum(self._copy_bytes(n) for n in copied if self.infos[n].alias_of in written)
         copies = sum(map(_copied_buffers, node.ops))
         beside = copies + (self.random_bytes if node.is_random else 0)
         state += beside
-        twice += beside + copies
-        # A recomputation briefly holds the recorded and the present random state.
-        least = self.random_bytes if node.is_random else 0
+        twice += beside
+        # A recomputation briefly holds the recorded and the present state.
+        least = max(copies, self.random_bytes if node.is_random else 0)
         keeping = max(least, self.keeping[index])
         dropping = max(least, self.dropping[index])
         before, peak, left = self.backwards[index]

@@ -20,7 +20,7 @@ from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import BATCH_NORMS, CAST, Op, Ref
 from rkgb.elements.sample import attribute_keyword, attribute_of, own_copy
 from rkgb.elements.spread import is_running, settled
-from rkgb.elements.target import running_on, target_of
+from rkgb.elements.target import Restart, running_on, target_of
 from rkgb.elements.tensor_info import TensorInfo, contiguous_strides, same_bits, storage_id
 from rkgb.elements.trees import Structure, flatten
 
@@ -36,6 +36,7 @@ __all__ = [
     "ObserverHook",
     "Op",
     "Ref",
+    "Restart",
     "Structure",
     "TensorInfo",
     "attribute_keyword",

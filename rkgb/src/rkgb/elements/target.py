@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -64,6 +64,12 @@ class WholeCall(Protocol):
     def inner(self) -> tuple[int, ...]: ...  # results whose gradients are put together inside
 
 
+class Restart:
+    """What a recomputation that runs Python starts from."""
+
+    tensors: Mapping[str, Tensor]  # that the Python may read, by name; they must not change
+
+
 class Target:
     """A callable that is no operation of torch's; the defaults are those of torch's own."""
 
@@ -105,7 +111,7 @@ class Target:
         return op
 
     def once(self, op: Op) -> Op:
-        """Return what a step runs that never runs it again."""
+        """Return what a step runs that does not run it again later."""
         return op
 
     def costs_as(self, other: object) -> bool:

@@ -78,16 +78,28 @@ class ModuleState:
             (path, module, dict(vars(module))) for path, module in model.named_modules()
         ]
         self.contents, reached = Contents(), Reached(frozenset())
-        for _, _, attributes in self.modules:
+        self._led_to: list[tuple[str, Tensor]] = []  # by attributes, which are named
+        for path, _, attributes in self.modules:
             for name, value in attributes.items():
                 if has_content(value):
                     self.contents.add(value, lends=False)
                 if name not in OF_MODULE:
+                    known = len(reached.closed)
                     reached.add(value)
+                    found = reached.closed[known:]
+                    named = _joined(path, name)
+                    self._led_to += [(named, t) for t in found if isinstance(t, Tensor)]
         for owner in reached.owners.values():
             if not isinstance(owner, (FunctionType, ModuleType, type)):
                 self.contents.add(owner, lends=False)
         self.random = PythonRandom()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters, buffers and tensors to which attributes lead, with names."""
+        for path, _, attributes in self.modules:
+            for table in (attributes["_parameters"], attributes["_buffers"]):
+                yield from ((_joined(path, n), t) for n, t in table.items() if t is not None)
+        yield from self._led_to
 
     def restore(self) -> None:
         """Restore every attribute, and the content of containers."""
@@ -147,6 +159,14 @@ class BufferContents:
             for buffer, copy in self.copies:
                 (buffer if raises_versions else buffer.data).copy_(copy)
 
+    def exchange(self, *, raises_versions: bool = True) -> None:
+        """Restore contents, and keep the present ones in the memory of the copies."""
+        with torch.no_grad():
+            for buffer, copy in self.copies:
+                now = buffer.detach().clone()
+                (buffer if raises_versions else buffer.data).copy_(copy)
+                copy.copy_(now)
+
     def undo(self) -> None:
         """Restore contents and versions, so that older autograd graphs stay valid."""
         self.restore()
@@ -194,7 +214,8 @@ class FirstRun:
     """The state at the first run of a part of a model, for a second run from there.
 
     The contents of the tensors `copied` are part of it, and what its Python may read outside.
-    With a `device`, the random states are, too.
+    With a `device`, the random states are, too. All other `tensors` that its Python may read must
+    be as they were.
     """
 
     def __init__(
@@ -203,6 +224,7 @@ class FirstRun:
         copied: Iterable[Tensor],
         reads: Iterable[Readable],
         *,
+        path: str = "",
         around: nn.Module | None = None,
         device: torch.device | None = None,
         raises_versions: bool = False,
@@ -210,12 +232,38 @@ class FirstRun:
         self._part, self._around, self._device = part, around, device
         self._copied, self._raises = [*copied], raises_versions
         self._outside = [one.now() for one in reads]
-        self._restore_then = self._present()
+        state = self._now()
+        self._restore_then, self._contents = self._present(state), BufferContents(self._copied)
+        led_to = [pair for one in self._outside for pair in one.tensors]
+        known = {*map(id, self._copied)}
+        # A tensor may have several names, and a name several tensors.
+        own = [(_joined(path, name), tensor) for name, tensor in state.tensors()]
+        found = {id(t): (n, t) for n, t in (*led_to, *own) if id(t) not in known}
+        self.tensors: dict[str, Tensor] = {}
+        for name, tensor in found.values():
+            is_one = name not in self.tensors
+            self.tensors[name if is_one else f"{name} ({len(self.tensors)})"] = tensor
+        self._marks = {name: _mark(tensor) for name, tensor in self.tensors.items()}
+
+    def changed(self) -> str:
+        """Return the name of a tensor that was changed since, or ''; not all changes count."""
+        now = (name for name, t in self.tensors.items() if _mark(t) != self._marks[name])
+        return next(now, "")
 
     @contextlib.contextmanager
-    def as_then(self) -> Iterator[None]:
-        """Set this state, and restore the present one at exit."""
-        restore_now = [*(one.as_now().restore for one in self._outside), *self._present()]
+    def as_then(self, *, is_last: bool = False) -> Iterator[None]:
+        """Set this state, and restore the present one at exit.
+
+        The last time, the present contents of buffers take the memory of those that were kept.
+        """
+        restore_now = [one.as_now().restore for one in self._outside]
+        restore_now += self._present(self._now())
+        contents = self._contents if is_last else BufferContents(self._copied)
+        restore_now.append(partial(contents.restore, raises_versions=self._raises))
+        if is_last:
+            contents.exchange(raises_versions=self._raises)
+        else:
+            self._contents.restore(raises_versions=self._raises)
         for restore in self._restore_then:
             restore()
         for one in self._outside:
@@ -226,12 +274,23 @@ class FirstRun:
             for restore in restore_now:
                 restore()
 
-    def _present(self) -> list[Callable[[], None]]:
-        """Return what restores the present state of the part."""
-        state, contents = ModuleState(self._part, self._around), BufferContents(self._copied)
+    def _now(self) -> ModuleState:
+        return ModuleState(self._part, self._around)
+
+    def _present(self, state: ModuleState) -> list[Callable[[], None]]:
+        """Return what restores this state and the present random one."""
         stream = None if self._device is None else KeptGenerators.keep(self._device)
-        found: list[Callable[[], None]] = [] if stream is None else [stream.restore]
-        return [*found, state.restore, partial(contents.restore, raises_versions=self._raises)]
+        return [*([] if stream is None else [stream.restore]), state.restore]
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _mark(tensor: Tensor) -> tuple[int, int]:
+    """Return what changes where a tensor is written in place, or gets other memory."""
+    version = -1 if tensor.is_inference() else tensor._version
+    return version, 0 if tensor.layout is not torch.strided else tensor.untyped_storage()._cdata
 
 
 def numpy_state() -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from rkgb.elements.op import Op, Ref
 from rkgb.elements.spread import settled
-from rkgb.elements.target import OpCost, Target, running_model
+from rkgb.elements.target import OpCost, Restart, Target, running_model
 from rkgb.elements.tensor_info import storage_id
 from rkgb.elements.trees import Structure
 from rkgb.errors import OpaquePieceError, shown
@@ -253,9 +253,18 @@ class RunPieceAgain(_OfPiece):
 
     which = " again"
 
+    def __init__(self, piece: Piece, *, is_last: bool = False) -> None:
+        super().__init__(piece)
+        self.is_last = is_last
+
+    def once(self, op: Op) -> Op:
+        """Return the operation of the last recomputation, which uses the state up."""
+        return replace(op, target=RunPieceAgain(self.piece, is_last=True))
+
     def __call__(self, *given: Any) -> tuple[Any, ...]:
         *taken, before = given
-        with before.start.as_then(), without_traces():
+        before.refuse_changes()
+        with before.start.as_then(is_last=self.is_last), without_traces():
             made, inner = self.piece.run(taken)
         before.compare(made, inner)
         return (*made, inner, None)
@@ -352,7 +361,7 @@ class RunPieceBackward(_OfPiece):
         )
 
 
-class _Before:
+class _Before(Restart):
     """The state at the first run, and the trail that a recomputation must have."""
 
     def __init__(self, piece: Piece) -> None:
@@ -362,10 +371,21 @@ class _Before:
         written = (*module.buffers(), *map(model.get_parameter, piece.written))
         copied = written if piece.buffer_bytes else ()
         reads = () if piece.reads is None else (piece.reads,)
-        self.start = FirstRun(module, copied, reads, around=model, raises_versions=True)
+        path = piece.call.path
+        self.start = FirstRun(module, copied, reads, path=path, around=model, raises_versions=True)
+        self.tensors = self.start.tensors
 
     def remember(self, made: Sequence[Tensor], inner: InnerGraph) -> None:
         self.trail = _trail(made, inner)
+
+    def refuse_changes(self) -> None:
+        if name := self.start.changed():
+            raise OpaquePieceError(
+                f"'{name}' was changed between the forward and the backward of a planned module, "
+                f"and module {self.piece.call}, which may read it, runs again for the backward. "
+                "Change it after backward, or plan with a larger budget.",
+                module_path=self.piece.call.path,
+            )
 
     def compare(self, made: Sequence[Tensor], inner: InnerGraph) -> None:
         if _trail(made, inner) != self.trail:

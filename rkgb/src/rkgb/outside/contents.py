@@ -14,6 +14,8 @@ from contextvars import Context, ContextVar
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
+from torch import Tensor
+
 from rkgb.guards.entries import ABSENT, cell_content, remembered
 from rkgb.guards.holding import slots_of
 from rkgb.outside.held import attributes_held, content_of, has_content, is_same, parts_of, put_back
@@ -37,6 +39,7 @@ class Contents:
         self._copies: list[tuple[Any, str | None, Any]] = []
         # Functions that remember results, by identity: each with those that they had.
         self.caches: dict[int, tuple[Any, Collection[Any]]] = {}
+        self.tensors: list[tuple[str, Tensor]] = []  # to which the places lead, which are named
 
     def add(
         self, owner: Any, name: str | None = None, *, lends: bool = True, keeps: bool = False

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rkgb import RkgbError
 from rkgb.elements import flatten, group_of, is_inside, own_copy, target_of
-from rkgb.module_state import BufferContents
+from rkgb.module_state import BufferContents, ModuleState
 from rkgb.outside import Readable
 from rockmate.arguments import Call
 from rockmate.blockwise.kinds import Kind, ways_to_run
@@ -29,7 +29,6 @@ from rockmate.decisions.blocks import (
     shapes_of,
 )
 from rockmate.decisions.dressing import Dressing, undressed
-from rockmate.decisions.recomputed import tensors_read
 from rockmate.errors import RockmateError
 from rockmate.guards.module_watch import view_of
 from rockmate.networks import Planned
@@ -167,7 +166,8 @@ class Meeting:
         if name := self._changed(block.path):
             raise WrittenOutsideError(block.path, name)
         buffers = {id(b) for b in block.view.buffers()}
-        leaves = (*flatten((args, dict(kwargs)))[0], *(t for _, t in tensors_read(block.view)))
+        own = (tensor for _, tensor in ModuleState(block.view).tensors())
+        leaves = (*flatten((args, dict(kwargs)))[0], *own)
         read = [t for t in leaves if isinstance(t, Tensor) and not t.is_inference()]
         versions = [(t, t._version) for t in read if id(t) not in buffers]
         contents = BufferContents(block.view)

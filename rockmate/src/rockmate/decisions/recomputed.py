@@ -9,7 +9,7 @@ compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -59,9 +59,9 @@ def run_recomputed(
     device = next((t.device for t in (*tensors, *view.parameters())), torch.device("cpu"))
     call = _Call(view, path, structure, leaves, device, writes_buffers, reads)
     if compares:
-        call.changed = Contents.kept({name: t for name, t, _ in call.versions})
+        call.changed = Contents.kept(call.read)
     else:
-        own = {name: t for name, t, _ in call.versions if not isinstance(t, nn.Parameter)}
+        own = {name: t for name, t in call.read.items() if not isinstance(t, nn.Parameter)}
         call.changed = Contents.kept_of_few(own)
     with saved_tensors_hooks(call.pack, call.unpack):
         result = view.forward(*args, **kwargs)
@@ -77,15 +77,6 @@ def has_hooks_inside(module: nn.Module) -> bool:
         for path, part in module.named_modules()
         if path
     )
-
-
-def tensors_read(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of a module and its submodules (also plain attributes), with names."""
-    for path, part in module.named_modules():
-        for table in (part._parameters, part._buffers, vars(part)):
-            for name, tensor in table.items():
-                if isinstance(tensor, Tensor):
-                    yield f"{path}.{name}".lstrip("."), tensor
 
 
 class _Dropped:
@@ -114,11 +105,12 @@ class _Call:
         self.autocast = ambient_autocast()
         buffers = [*view.buffers()] if writes_buffers else []
         self.start = FirstRun(view, buffers, reads, device=device)
-        written = set(map(id, buffers))
-        named = (*tensors_read(view), *((f"argument {n}", t) for n, t in enumerate(leaves)))
-        read = [(name, t) for name, t in named if isinstance(t, Tensor)]
-        self.versions = [(name, t, t._version) for name, t in read if id(t) not in written]
-        self.held = {storage_id(t): name for name, t in reversed(read)}
+        tensors = [(n, t) for n, t in enumerate(leaves) if isinstance(t, Tensor)]
+        given = {f"argument {n}": tensor for n, tensor in tensors}
+        self.read = {**self.start.tensors, **given}
+        self.versions = [(name, tensor, tensor._version) for name, tensor in given.items()]
+        held = (*self.read.items(), *view.named_buffers())
+        self.held = {storage_id(t): name for name, t in reversed(held)}
         self.changed: Callable[[], str] | None = None  # names what has other content
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []  # of the dropped tensors
         self.made: dict[int, tuple[Tensor, int]] = {}
@@ -152,6 +144,8 @@ class _Call:
         )
 
     def _run_again(self) -> None:
+        if name := self.start.changed():
+            self._refuse(name, "in place")
         for name, tensor, version in self.versions:
             if tensor._version != version:
                 self._refuse(name, "in place")

@@ -234,15 +234,17 @@ def _is_captured(device: torch.device) -> bool:
 
 
 def _all_contents(
-    executable: Executable, external: Mapping[str, Tensor]
+    executable: Executable, external: Mapping[str, Tensor], python: Mapping[str, Tensor]
 ) -> Callable[[], str] | None:
-    return Contents.kept({name: external[name] for name in executable.reads_again})
+    return Contents.kept({**{name: external[name] for name in executable.reads_again}, **python})
 
 
 def _contents_of_few(
-    executable: Executable, external: Mapping[str, Tensor]
+    executable: Executable, external: Mapping[str, Tensor], python: Mapping[str, Tensor]
 ) -> Callable[[], str] | None:
-    return Contents.kept_of_few({name: external[name] for name in executable.others_again})
+    others = {name: t for name, t in python.items() if not isinstance(t, nn.Parameter)}
+    others |= {name: external[name] for name in executable.others_again}
+    return Contents.kept_of_few(others)
 
 
 def compiled_part(planned: Planned) -> CompiledPart | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from rkgb.elements import Restart
 from rkgb.torch_api import apply_function, has_saved_hooks, straight_to_kernels
 from rockmate.runtime.backwards import Backwards, Variant
 from rockmate.runtime.executable import Executable
@@ -24,9 +25,11 @@ from rockmate.runtime.steps.joint_step import JointStep
 from rockmate.runtime.steps.running_step import RunningStep, refuse_create_graph
 from rockmate.runtime.steps.split_step import SplitStep
 
-# Gets the external values; gives a function that returns the name of one whose content has changed,
-# or ''.
-KeepContents = Callable[[Executable, Mapping[str, Tensor]], Callable[[], str] | None]
+# Gets the external values, and the tensors that Python may read which runs again for the backward.
+# Gives a function that returns the name of one whose content has changed, or ''.
+KeepContents = Callable[
+    [Executable, Mapping[str, Tensor], Mapping[str, Tensor]], Callable[[], str] | None
+]
 
 
 class Executor(Backwards):
@@ -58,7 +61,7 @@ class Executor(Backwards):
         if executable.runs_python:
             step.model = model
         elif keep is not None:
-            step.contents = keep(executable, external)
+            step.contents = keep(executable, external, {})
         with straight_to_kernels(), step.on_model():
             outputs, step.saved = executable.compiled.forward(values, *executable.taken(numbers))
         step.python = self.python_of(executable, model)  # with what the forward has set itself
@@ -66,7 +69,7 @@ class Executor(Backwards):
             increment_version(executable.read_seen_writes(external))
         step.remember_versions(external)
         if keep is not None and executable.runs_python:  # they may write to it
-            step.contents = keep(executable, external)
+            step.contents = keep(executable, external, _read_by_python(step.saved))
         if executable.outputs.leaving and not self.has_warned:
             names = executable.program.outputs
             step.outputs_held = OutputsHeld(
@@ -83,6 +86,12 @@ class Executor(Backwards):
             name = executable.basic.model_name
             step.inner = InnerResults(name, rail, [found[at] for at in places])
         return found
+
+
+def _read_by_python(saved: Sequence[Any]) -> dict[str, Tensor]:
+    """Return the tensors that a recomputation of Python may read, by name."""
+    found = [value.tensors for value in saved if isinstance(value, Restart)]
+    return {name: tensor for tensors in found for name, tensor in tensors.items()}
 
 
 class _Outputs(torch.autograd.Function):

@@ -221,6 +221,9 @@ class _Lowering:
 
     def _again(self, t: int, index: int, node: SimplifiedNode) -> list[Statement]:
         ops = rerun_ops(self.sg, node)
+        is_last = self.last_forward[index] == t
+        if is_last:
+            ops = tuple(target_of(op).once(op) for op in ops)
         now: dict[str, str] = {}  # names in this run
         before: list[Statement] = []
         after: list[Statement] = []
@@ -230,7 +233,7 @@ class _Lowering:
         changed = {self._root(name) for op in ops for name in op.writes}
         for name, copied in copied_for_rerun(self.sg, node).items():
             now[name] = f"{copied}_of_{index}"
-            if self._root(name) in changed and self.last_forward[index] != t:
+            if self._root(name) in changed and not is_last:
                 now[name] = f"{copied}_again"
                 if name == copied:
                     before.append(Copy(f"{name}_again", f"{name}_of_{index}"))
