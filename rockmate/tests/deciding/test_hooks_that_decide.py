@@ -160,3 +160,33 @@ def test_where_no_part_can_save_memory_it_runs_plain_within_the_budget(
         assert_same_gradients(model, plain)
         assert ours == theirs
     assert rk.plan.rows == ()
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y * 0.5 if y.mean() > 100 else y
+
+
+def test_planning_calls_no_hook_of_a_parameter() -> None:
+    def fail(_: Tensor) -> None:
+        raise ValueError("as was asked")
+
+    model = Branching()
+    parameters = [*model.parameters()]
+    handles = [
+        parameters[0].register_hook(fail),
+        parameters[1].register_post_accumulate_grad_hook(fail),
+    ]
+    rk = Rockmate(model, torch.randn(64, 16), 0.9)
+    for size in (64, 48):  # the second one is planned in a call
+        y = rk(torch.randn(size, 16))
+        with pytest.raises(ValueError, match="as was asked"):
+            y.sum().backward()
+    for handle in handles:
+        handle.remove()
+    rk(torch.randn(48, 16)).sum().backward()

@@ -32,7 +32,7 @@ from rkgb.torch_api.private.autograd import (
     run_backward,
     set_sequence_nr,
     straight_to_kernels,
-    without_hooks_after_gradients,
+    without_hooks_of_leaves,
     without_saved_hooks,
 )
 from rkgb.torch_api.private.flags import (
@@ -111,7 +111,7 @@ __all__ = [
     "unwatched",
     "with_flags",
     "without_global_hooks",
-    "without_hooks_after_gradients",
+    "without_hooks_of_leaves",
     "without_saved_hooks",
     "written_on",
 ]

@@ -30,7 +30,7 @@ from rkgb.module_state import (
 )
 from rkgb.run import CompiledStep, StepProgram
 from rkgb.safeguards import signals_wait, without_traces
-from rkgb.torch_api import gradients_kept, placed_parameters, without_hooks_after_gradients
+from rkgb.torch_api import gradients_kept, placed_parameters, without_hooks_of_leaves
 from rockmate.arguments import Call
 from rockmate.blockwise.team import Team
 from rockmate.comparison.eager import losses_among, seed_backward
@@ -195,7 +195,7 @@ def kept_as_it_is(
 
         with (
             gradients_kept(leaves),
-            without_hooks_after_gradients(leaves),
+            without_hooks_of_leaves(leaves),
             KeptWrites(placed_parameters(model)),
             without_traces(),
         ):

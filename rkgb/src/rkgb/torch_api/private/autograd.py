@@ -185,9 +185,10 @@ def without_saved_hooks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_hooks_after_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Disable post-accumulate hooks of these tensors, such as those of optimizers."""
-    tables = [table for t in tensors if (table := t._post_accumulate_grad_hooks)]
+def without_hooks_of_leaves(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Disable hooks on gradients of these tensors: a loop's own, and those of optimizers."""
+    both = ((t._backward_hooks, t._post_accumulate_grad_hooks) for t in tensors)
+    tables: list[Any] = [table for hooks in both for table in hooks if table]
     kept = [dict(table) for table in tables]
     for table in tables:
         table.clear()
