@@ -8,7 +8,7 @@ are read), and watched.py (what a value counts as, and whether it is the same st
 entries.py (dicts) and holding.py (what values hold, by kind).
 """
 
-from rkgb.guards.code_watch import CodeWatch
+from rkgb.guards.code_watch import CodeWatch, nothing_watched
 from rkgb.guards.doors import Door
 from rkgb.guards.loads import ANY
 from rkgb.guards.owners import is_users
@@ -29,4 +29,5 @@ __all__ = [
     "Watched",
     "content_of",
     "is_users",
+    "nothing_watched",
 ]

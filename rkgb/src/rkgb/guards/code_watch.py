@@ -26,6 +26,7 @@ from rkgb.guards.owners import is_ours, is_users
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.quiet import set_profile
 
+_active = threading.local()  # with `watches` of a thread, the last one at the end
 _TOOLS = (4, 3)  # numbers that `sys.monitoring` reserves for nobody
 
 
@@ -90,6 +91,17 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+@contextlib.contextmanager
+def nothing_watched() -> Iterator[None]:
+    """While active, no watch of this thread notes what starts: it is ours, and takes long."""
+    watches: list[CodeWatch] = getattr(_active, "watches", [])
+    with contextlib.ExitStack() as stack:
+        for watch in reversed(watches):
+            if not watch.is_paused:
+                stack.enter_context(watch.resting())
+        yield
+
+
 _USERS = Seen((lambda: None).__code__, {})  # stands for all that is the user's
 
 
@@ -115,7 +127,7 @@ class CodeWatch:
         self._thread = 0
         self.trace: Any = None  # functions that may rest while nothing of the user's runs
         self.profile: Any = None
-        self._is_paused = self._rests = False
+        self.is_paused = self._rests = False
         self._leave: Callable[[], None] = lambda: None
         self._named = Patches([(builtins, n, self._noting(n)) for n in ("getattr", "hasattr")])
         self._finder = _Finder(self)
@@ -133,9 +145,11 @@ class CodeWatch:
         self._profile()
         self._named.__enter__()
         sys.meta_path.insert(0, self._finder)
+        vars(_active).setdefault("watches", []).append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _active.watches.remove(self)
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         self._named.__exit__()
@@ -149,7 +163,7 @@ class CodeWatch:
 
         Only a trace function that stood before runs on.
         """
-        self._is_paused = True
+        self.is_paused = True
         if self.profile is not None:
             sys.setprofile(None)
         if self.trace is not None:
@@ -161,11 +175,11 @@ class CodeWatch:
             sys.settrace(self.trace)
         if self.profile is not None:
             sys.setprofile(self.profile)
-        self._is_paused = False
+        self.is_paused = False
 
     def importing(self) -> contextlib.AbstractContextManager[Any]:
         """Around an import: it notes nothing, and finds Python's own builtins."""
-        return self._named.undone() if self._is_paused else self.resting()
+        return self._named.undone() if self.is_paused else self.resting()
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
@@ -335,7 +349,7 @@ class CodeWatch:
         starts = monitoring.events.PY_START
 
         def start(code: CodeType, _offset: int) -> Any:
-            if self._is_paused or (threading.get_ident() != self._thread and not self._elsewhere()):
+            if self.is_paused or (threading.get_ident() != self._thread and not self._elsewhere()):
                 return None
             return None if self._start(code, sys._getframe(1)) else monitoring.DISABLE
 

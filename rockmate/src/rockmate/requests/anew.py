@@ -27,6 +27,7 @@ from torch import nn
 from rkgb.elements import own_copy
 from rkgb.engine import B_to_D, Sample, device_of, record, runnable
 from rkgb.graphs import BackwardKind
+from rkgb.guards import nothing_watched
 from rkgb.module_state import KeptWrites
 from rkgb.torch_api import placed_parameters
 from rockmate.comparison.eager import Keep, StepResult
@@ -169,7 +170,7 @@ def _plan_within(request: Request, problem: Problem, budget_bytes: int, blocks_b
     """Plan within the budget minus the reserve and the bytes for blocks."""
     settings, phases = request.settings, request.phases
     aside = settings.reserve + blocks_bytes
-    with phases.phase("planning"), stopwatch() as parts:
+    with phases.phase("planning"), nothing_watched(), stopwatch() as parts:
         try:
             plan = plan_keeping(
                 problem,

@@ -17,6 +17,7 @@ from functools import partial
 
 from rkgb.device import no_collection
 from rkgb.graphs import same_but_for_numbers, same_but_for_sizes
+from rkgb.guards import nothing_watched
 from rkgb.run import RunnableGraph
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.networks.executables import without_reruns
@@ -50,7 +51,7 @@ def resized(request: Request) -> Planned | None:
 
     def make(within_bytes: int, blocks_bytes: int) -> Planned:
         room_bytes = within_bytes - settings.reserve - blocks_bytes
-        with phases.phase("planning"), stopwatch() as parts:
+        with phases.phase("planning"), nothing_watched(), stopwatch() as parts:
             most = settings.most_kept_bytes
             plan = replan_keeping(network.problem, room_bytes, pairs, request.blocks, most)
         phases.seconds.update(parts)
@@ -100,8 +101,9 @@ def _planned_anew(
     Raises:
         InfeasibleBudgetError: there is none.
     """
-    plan = replan_keeping(problem, room_bytes, [], blocks, most_kept_bytes)
-    return plan or plan_keeping(problem, room_bytes, most_kept_bytes, effort=effort)
+    with nothing_watched():
+        plan = replan_keeping(problem, room_bytes, [], blocks, most_kept_bytes)
+        return plan or plan_keeping(problem, room_bytes, most_kept_bytes, effort=effort)
 
 
 def ready_for_others(planned: Planned, request: Request) -> Planned:
