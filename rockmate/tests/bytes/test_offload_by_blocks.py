@@ -245,3 +245,53 @@ def test_the_processes_of_a_machine_share_the_rates(monkeypatch: pytest.MonkeyPa
     known = offload.offload_of("host", torch.device("cpu"), None, SLOW)
     assert known is not None
     assert known.link == SLOW
+
+
+class Masked(nn.Module):
+    """Its mask alone is moved, and comes back before the first step of the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.dropout(self.linear(x))
+        return found
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.linear = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(self.lstm(x)[0])
+        return found
+
+
+class Deciding(nn.Module):
+    """A root of two blocks, of which the second one gives gradients that lie otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dropping, self.last = nn.Linear(8, 8), Masked(), Recurrent()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if x.mean() > 100:
+            x = x * 0.5
+        found: Tensor = self.last(x + self.dropping(x))
+        return found
+
+
+def test_planning_ends_where_what_is_moved_comes_back_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over(monkeypatch, Link(1e9, 1e9))
+    torch.manual_seed(0)
+    model, x = Deciding(), torch.randn(64, 5, 8)
+    eager = eager_copy(model)
+    with pytest.raises(InfeasibleBudgetError) as refusal:
+        rockmate.Rockmate(model, x, 0.7, offload="host")
+    rk = rockmate.Rockmate(model, x, refusal.value.minimum_bytes, offload="host")
+    assert_trains_like(rk, eager, x)

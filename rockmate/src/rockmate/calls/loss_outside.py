@@ -17,7 +17,6 @@ from rockmate.errors import InfeasibleBudgetError
 from rockmate.files.plan_file import SeenLoss
 from rockmate.networks import Planned, with_least_peak
 from rockmate.schedules.simulate import simulate
-from rockmate.schedules.steps import end_of_forward
 from rockmate.whole_step.loss_seen import LossWatch
 from rockmate.whole_step.memory import Memory
 
@@ -145,8 +144,7 @@ def _is_over(planned: Planned, more_bytes: int, seen: SeenLoss) -> bool:
     """Whether a step with this loss takes more than a plan's budget and `more_bytes` beside it."""
     problem, plan = planned.network.problem, planned.plan
     first = problem.nodes[problem.backward_order[0]]
-    turn = end_of_forward(plan.steps, len(problem.nodes)) - 1
-    after_bytes = simulate(problem, plan.steps, plan.moves).bytes_after[turn]
-    kept_bytes = after_bytes - first.grads_before_bytes  # which are among the most
+    between_bytes = simulate(problem, plan.steps, plan.moves).between_bytes
+    kept_bytes = between_bytes - first.grads_before_bytes  # which are among the most
     most_bytes = max(kept_bytes + seen.most_bytes, plan.peak_bytes + seen.kept_bytes)
     return most_bytes > planned.budget_bytes + more_bytes

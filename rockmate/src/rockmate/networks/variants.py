@@ -52,7 +52,7 @@ from rockmate.runtime.executable import Executable
 from rockmate.runtime.plain import unseen
 from rockmate.schedules.plan import Plan
 from rockmate.schedules.simulate import simulate
-from rockmate.schedules.steps import Step, end_of_forward
+from rockmate.schedules.steps import Step
 
 _log = logging.getLogger("rockmate")
 
@@ -256,7 +256,7 @@ def _within_budget(
         told = partial(_told, network, planned, steps, moves)
         instead = cache(lambda moves=moves: replace(as_known(moves=moves), beyond=told()))
     less_bytes = 0
-    while is_apart:  # at most twice: then with headroom for waiting gradients
+    for is_last in (False, True) if is_apart else ():  # then with headroom for waiting gradients
         try:
             room_bytes = planned.plan.budget_bytes - less_bytes
             found = replan(network.problem, room_bytes, planned.most_kept_bytes)
@@ -268,7 +268,7 @@ def _within_budget(
             is_apart = False
             break
         steps, moves = steps_of(network, graph, plan)
-        if less_bytes or _fits(network, planned, steps, moves, like):
+        if is_last or _fits(network, planned, steps, moves, like):
             break
         assert like is not None, "nothing waits"
         less_bytes = max(held_bytes(graph, steps, like.places))
@@ -290,9 +290,8 @@ def _peak_of(
         return None
     if planned.most_kept_bytes is None:
         return timeline.peak_bytes
-    problem = network.problem
-    turn_bytes = timeline.bytes_after[end_of_forward(steps, len(problem.nodes)) - 1]
-    more_bytes = turn_bytes - problem.arriving_bytes - planned.most_kept_bytes
+    kept_bytes = timeline.between_bytes - network.problem.arriving_bytes
+    more_bytes = kept_bytes - planned.most_kept_bytes
     return max(timeline.peak_bytes, planned.plan.budget_bytes + more_bytes)
 
 

@@ -30,6 +30,8 @@ class Timeline:
     peak_step: int  # index of the first step that reaches the peak; -1 for an empty plan
     overhead_ms: float  # time of every forward beyond each node's first, and of waiting
     stall_ms: float = 0.0  # of it: computing waits for storages that are moved
+    # Between forward and backward; what then comes back takes its memory in the backward.
+    between_bytes: int = 0
 
     def __repr__(self) -> str:
         steps = len(self.bytes_after)
@@ -101,9 +103,12 @@ def simulate(
             f"the plan must stay within {budget_bytes} bytes, but step {peak_step} "
             f"({kind}{node}, {nodes[node].name}) needs {peak_bytes}"
         )
+    turn = end_of_forward(steps, len(nodes))
+    coming_bytes = problem.bytes_of(back[turn]) if turn < len(steps) else 0
     return Timeline(
         *(tuple(bytes_after), tuple(peak_during), peak_bytes, peak_step),
         *(overhead_ms + stall_ms, stall_ms),
+        bytes_after[turn - 1] - coming_bytes if steps else 0,
     )
 
 
