@@ -28,9 +28,17 @@ from rockmate.problems.link import Link
 from runs.planned import computing_again
 
 Kind = Literal[
-    "equal", "refused", "both refuse", "lenient", "told", "silent", "raw error", "over budget"
+    "equal",
+    "refused",
+    "both refuse",
+    "lenient",
+    "told",
+    "silent",
+    "raw error",
+    "over budget",
+    "self-test",
 ]
-WRONG: tuple[Kind, ...] = ("silent", "raw error", "over budget")
+WRONG: tuple[Kind, ...] = ("silent", "raw error", "over budget", "self-test")
 _ORDER = "called in another order"
 # Settings that change no bit: storages that leave for a while, and pieces of rows.
 BESIDE: dict[str, dict[str, Any]] = {"moves": {"offload": "host"}, "cuts": {"split": "exact"}}
@@ -234,6 +242,8 @@ def _of_errors(theirs: Page, ours: Page) -> Verdict | None:
             return Verdict(
                 "silent", ours.name, f"{found.text}, after {_said(error)}", "traces left"
             )
+        if isinstance(error, rockmate.SelfTestError):  # it is refused, and is a fault of ours
+            return Verdict("self-test", ours.name, _said(error), f"self-test {_form(ours.name)}")
         words = " ".join(str(error).split("at case")[0].split()[:14])
         return Verdict("refused", ours.name, _said(error), f"{type(error).__name__}: {words}")
     if theirs.error is not None and type(theirs.error) is type(error):

@@ -104,6 +104,11 @@ def test_a_raw_error_is_seen() -> None:
     assert "planted" in verdict.text
 
 
+def test_what_a_self_test_finds_is_a_fault() -> None:
+    line = "if journal.planned: import rockmate; raise rockmate.SelfTestError('planted')"
+    assert judge(planted(line), Choice()).kind == "self-test"
+
+
 def test_an_error_of_both_is_none() -> None:
     assert judge(planted("raise ValueError('planted')"), Choice()).kind == "equal"
 
