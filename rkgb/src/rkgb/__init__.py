@@ -1,7 +1,10 @@
 """rkgb: graphs of PyTorch modules, from the captured forward to forward-backward with costs."""
 
-from rkgb.api import RkgbResult, make_all_graphs
-from rkgb.atlas.forward_backward import KGraph
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from rkgb.costs.op_costs import FlopCost
 from rkgb.costs.recorded_costs import RecordedCosts
 from rkgb.errors import (
@@ -20,14 +23,41 @@ from rkgb.errors import (
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.dataflow import DataFlowGraph
 from rkgb.graphs.simplified import SimplifiedGraph
-from rkgb.pictures.render import print_all_graphs, print_graph, print_graph_list
-from rkgb.published import Atools, Btools, Dtools, Ktools, Stools
-from rkgb.published.check import test_rkgb
+
+if TYPE_CHECKING:
+    from rkgb.api import RkgbResult, make_all_graphs
+    from rkgb.atlas.forward_backward import KGraph
+    from rkgb.pictures.render import print_all_graphs, print_graph, print_graph_list
+    from rkgb.published import Atools, Btools, Dtools, Ktools, Stools
+    from rkgb.published.check import test_rkgb
 
 __version__ = "3.0.0"
 
-# The spelling of the published examples is kept beside the files' own names.
-atools, btools, dtools, ktools, stools = Atools, Btools, Dtools, Ktools, Stools
+# Pictures and the published pipeline are imported when they are used: planning needs neither.
+_HOMES = {
+    "RkgbResult": "api",
+    "make_all_graphs": "api",
+    "KGraph": "atlas.forward_backward",
+    "print_all_graphs": "pictures.render",
+    "print_graph": "pictures.render",
+    "print_graph_list": "pictures.render",
+    "test_rkgb": "published.check",
+}
+_TOOLS = ("Atools", "Btools", "Dtools", "Ktools", "Stools")  # modules
+
+
+def __getattr__(name: str) -> Any:
+    tool = name.capitalize()  # the spelling of the published examples is kept, too
+    if tool in _TOOLS:
+        return importlib.import_module(f"rkgb.published.{tool}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"rkgb.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 __all__ = [
     "Atools",

@@ -117,7 +117,7 @@ def test_the_plan_prints_as_a_table() -> None:
 def test_import_stays_light() -> None:
     code = (
         "import rockmate, sys; heavy = {'gurobipy', 'graphviz', 'matplotlib', 'highspy', "
-        "'ortools'} & set(sys.modules); print(sorted(heavy))"
+        "'ortools', 'rkgb.pictures', 'rkgb.published'} & set(sys.modules); print(sorted(heavy))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
