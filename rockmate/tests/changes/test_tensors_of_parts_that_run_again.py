@@ -143,3 +143,50 @@ def other_memory_for_all(model: nn.Module) -> None:
     """Let the closure, which a deep copy shares, begin as at first."""
     with torch.no_grad():
         model.part.changed().copy_(torch.full((8,), 0.5))  # type: ignore[union-attr, operator]
+
+
+class Odd(nn.Module):
+    """It has tensors that are not in memory as bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.linear = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.sum = torch.eye(8).to_sparse()
+        self.shape = torch.empty(3, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.part(x)
+
+    def part(self, x: Tensor) -> Tensor:
+        if x.mean() > 100:
+            x = x * 0.5
+        found: Tensor = torch.tanh(self.linear(x)) * len(self.shape) * self.sum.shape[0]
+        return found
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd, self.last = Odd(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(torch.sin(self.odd(x)))
+        return found
+
+
+def test_tensors_without_bytes_are_no_hindrance() -> None:
+    torch.manual_seed(0)
+    model = Around()
+    theirs = Around()
+    theirs.load_state_dict(model.state_dict())
+    with computing_again("recompute_all"):
+        rk = Rockmate(model, torch.randn(64, 8), 10**6, self_test=False, cost="flops")
+    for _ in range(3):
+        x = torch.randn(64, 8)
+        rk(x).sum().backward()
+        theirs(x).sum().backward()
+    for p, q in zip(rk.parameters(), theirs.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)

@@ -32,7 +32,8 @@ class Contents:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         # Without shards of a module, which may be elsewhere until the backward.
-        self._tensors = {name: t for name, t in tensors.items() if local_part(t) is t}
+        own = ((name, t) for name, t in tensors.items() if local_part(t) is t)
+        self._tensors = {name: tensor for name, tensor in own if _has_bytes(tensor)}
         self._then = {name: self._of(tensor) for name, tensor in self._tensors.items()}
 
     @classmethod
@@ -77,6 +78,12 @@ def is_small(tensor: Tensor) -> bool:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return False
     return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= SMALL_BYTES
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    """Return whether a tensor lies in memory as bytes: no sparse, nested, masked or meta one."""
+    is_own = type(tensor).__torch_dispatch__ == Tensor.__torch_dispatch__
+    return is_own and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _has_telling_version(tensor: Tensor) -> bool:
