@@ -190,3 +190,27 @@ def test_tensors_without_bytes_are_no_hindrance() -> None:
         assert p.grad is not None
         assert q.grad is not None
         assert torch.equal(p.grad, q.grad)
+
+
+class Twice(nn.Module):
+    """Two parts whose closures, and the variables in them, have the same names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.one, self.other = Part("closure"), Part("closure")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sin(self.one(self.first(x)))
+        found: Tensor = self.last(torch.sin(self.other(x)))
+        return found
+
+
+@pytest.mark.parametrize("name", ["one", "other"])
+def test_tensors_of_one_name_are_told_apart(name: str) -> None:
+    with computing_again("recompute_all"):
+        rk = Rockmate(Twice(), torch.randn(64, 8), 10**6, self_test=False, cost="flops")
+    y = rk(torch.randn(64, 8))
+    uncounted(getattr(rk, name).changed())
+    with pytest.raises((RkgbError, RockmateError), match=r"tensor' around adding.* was changed"):
+        y.sum().backward()

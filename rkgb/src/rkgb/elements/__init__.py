@@ -21,7 +21,13 @@ from rkgb.elements.op import BATCH_NORMS, CAST, Op, Ref
 from rkgb.elements.sample import attribute_keyword, attribute_of, own_copy
 from rkgb.elements.spread import is_running, settled
 from rkgb.elements.target import Restart, running_on, target_of
-from rkgb.elements.tensor_info import TensorInfo, contiguous_strides, same_bits, storage_id
+from rkgb.elements.tensor_info import (
+    TensorInfo,
+    contiguous_strides,
+    named_apart,
+    same_bits,
+    storage_id,
+)
 from rkgb.elements.trees import Structure, flatten
 
 __all__ = [
@@ -46,6 +52,7 @@ __all__ = [
     "group_of",
     "is_inside",
     "is_running",
+    "named_apart",
     "outermost",
     "own_copy",
     "running_on",

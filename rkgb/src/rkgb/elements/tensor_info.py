@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +89,21 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def _element_bytes(tensor: Tensor) -> int:
     own = memory_of(tensor)
     return own.numel() * own.element_size()
+
+
+def named_apart(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return tensors by name, each once.
+
+    A tensor may come with several names, of which the last one counts, and a name with several
+    tensors, which are numbered then.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in {id(tensor): (name, tensor) for name, tensor in pairs}.values():
+        own, numbers = name, itertools.count(2)
+        while own in found:
+            own = f"{name} ({next(numbers)})"
+        found[own] = tensor
+    return found
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.device.rng import KeptGenerators
-from rkgb.elements.tensor_info import same_values
+from rkgb.elements.tensor_info import named_apart, same_values
 from rkgb.guards.code_watch import CodeWatch
 from rkgb.outside.changes import Outside
 from rkgb.outside.contents import Contents
@@ -78,17 +78,13 @@ class ModuleState:
             (path, module, dict(vars(module))) for path, module in model.named_modules()
         ]
         self.contents, reached = Contents(), Reached(frozenset())
-        self._led_to: list[tuple[str, Tensor]] = []  # by attributes, which are named
         for path, _, attributes in self.modules:
             for name, value in attributes.items():
                 if has_content(value):
                     self.contents.add(value, lends=False)
                 if name not in OF_MODULE:
-                    known = len(reached.closed)
-                    reached.add(value)
-                    found = reached.closed[known:]
-                    named = _joined(path, name)
-                    self._led_to += [(named, t) for t in found if isinstance(t, Tensor)]
+                    reached.add_named(_joined(path, name), value)
+        self._led_to = reached.tensors  # by attributes, which are named
         for owner in reached.owners.values():
             if not isinstance(owner, (FunctionType, ModuleType, type)):
                 self.contents.add(owner, lends=False)
@@ -235,14 +231,9 @@ class FirstRun:
         state = self._now()
         self._restore_then, self._contents = self._present(state), BufferContents(self._copied)
         led_to = [pair for one in self._outside for pair in one.tensors]
-        known = {*map(id, self._copied)}
-        # A tensor may have several names, and a name several tensors.
         own = [(_joined(path, name), tensor) for name, tensor in state.tensors()]
-        found = {id(t): (n, t) for n, t in (*led_to, *own) if id(t) not in known}
-        self.tensors: dict[str, Tensor] = {}
-        for name, tensor in found.values():
-            is_one = name not in self.tensors
-            self.tensors[name if is_one else f"{name} ({len(self.tensors)})"] = tensor
+        known = {*map(id, self._copied)}
+        self.tensors = named_apart(pair for pair in (*led_to, *own) if id(pair[1]) not in known)
         self._marks = {name: _mark(tensor) for name, tensor in self.tensors.items()}
 
     def changed(self) -> str:

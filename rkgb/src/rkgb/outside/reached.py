@@ -52,6 +52,7 @@ class Reached:
         self.caches: list[Any] = []  # functions that remember their results
         self.long: list[Any] = []  # longer than a guard looks at
         self.closed: list[Any] = []  # modules and tensors
+        self.tensors: list[tuple[str, Tensor]] = []  # of these, where values were added by name
         self.keys: list[Any] = []  # of dicts, and items of sets, but those that count by value
 
     def add(self, value: Any, depth: int = 0) -> None:
@@ -81,6 +82,12 @@ class Reached:
             self.add(subject, depth)
         elif depth < _DEPTH:
             self._follow(value, depth + 1)
+
+    def add_named(self, name: str, value: Any) -> None:
+        """Add what a value leads to; the tensors among it get its name."""
+        known = len(self.closed)
+        self.add(value)
+        self.tensors += [(name, t) for t in self.closed[known:] if isinstance(t, Tensor)]
 
     def _follow(self, value: Any, depth: int) -> None:
         if issubclass(type(value), _KEYED):  # not `isinstance`, which asks objects what they are

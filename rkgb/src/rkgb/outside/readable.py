@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from rkgb.guards.code_watch import Seen
 from rkgb.guards.owners import is_users
@@ -62,14 +62,12 @@ class Readable:
         contents, reached = Contents(), Reached(self._asked)
         for source in self._sources:
             contents.add(source.owner, source.name or None, lends=False, keeps=True)
-            known = len(reached.closed)
-            reached.add(source.read())
-            found = reached.closed[known:]
-            contents.tensors += [(source.told, t) for t in found if isinstance(t, Tensor)]
+            reached.add_named(source.told, source.read())
         for kind in self._kinds:
             reached.add(kind)
         for owner in reached.owners.values():
             contents.add(owner, lends=False, keeps=True)
+        contents.tensors = reached.tensors
         return contents
 
 

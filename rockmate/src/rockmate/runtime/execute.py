@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from rkgb.elements import Restart
+from rkgb.elements import Restart, named_apart
 from rkgb.torch_api import apply_function, has_saved_hooks, straight_to_kernels
 from rockmate.runtime.backwards import Backwards, Variant
 from rockmate.runtime.executable import Executable
@@ -91,7 +91,7 @@ class Executor(Backwards):
 def _read_by_python(saved: Sequence[Any]) -> dict[str, Tensor]:
     """Return the tensors that a recomputation of Python may read, by name."""
     found = [value.tensors for value in saved if isinstance(value, Restart)]
-    return {name: tensor for tensors in found for name, tensor in tensors.items()}
+    return named_apart(pair for tensors in found for pair in tensors.items())
 
 
 class _Outputs(torch.autograd.Function):
