@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from types import FunctionType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -210,8 +210,8 @@ class FirstRun:
     """The state at the first run of a part of a model, for a second run from there.
 
     The contents of the tensors `copied` are part of it, and what its Python may read outside.
-    With a `device`, the random states are, too. All other `tensors` that its Python may read must
-    be as they were.
+    With a `device`, the random states are, too. All other `tensors` that its Python may read, or
+    that it is `given`, must be as they were.
     """
 
     def __init__(
@@ -221,6 +221,7 @@ class FirstRun:
         reads: Iterable[Readable],
         *,
         path: str = "",
+        given: Mapping[str, Tensor] = MappingProxyType({}),
         around: nn.Module | None = None,
         device: torch.device | None = None,
         raises_versions: bool = False,
@@ -233,7 +234,8 @@ class FirstRun:
         led_to = [pair for one in self._outside for pair in one.tensors]
         own = [(_joined(path, name), tensor) for name, tensor in state.tensors()]
         known = {*map(id, self._copied)}
-        self.tensors = named_apart(pair for pair in (*led_to, *own) if id(pair[1]) not in known)
+        read = [pair for pair in (*led_to, *own) if id(pair[1]) not in known]
+        self.tensors = named_apart((*read, *given.items()))
         self._marks = {name: _mark(tensor) for name, tensor in self.tensors.items()}
 
     def changed(self) -> str:

@@ -59,9 +59,9 @@ def run_recomputed(
     device = next((t.device for t in (*tensors, *view.parameters())), torch.device("cpu"))
     call = _Call(view, path, structure, leaves, device, writes_buffers, reads)
     if compares:
-        call.changed = Contents.kept(call.read)
+        call.changed = Contents.kept(call.start.tensors)
     else:
-        own = {name: t for name, t in call.read.items() if not isinstance(t, nn.Parameter)}
+        own = {name: t for name, t in call.start.tensors.items() if not isinstance(t, nn.Parameter)}
         call.changed = Contents.kept_of_few(own)
     with saved_tensors_hooks(call.pack, call.unpack):
         result = view.forward(*args, **kwargs)
@@ -104,12 +104,9 @@ class _Call:
         self.view, self.path, self.structure, self.leaves = view, path, structure, leaves
         self.autocast = ambient_autocast()
         buffers = [*view.buffers()] if writes_buffers else []
-        self.start = FirstRun(view, buffers, reads, device=device)
-        tensors = [(n, t) for n, t in enumerate(leaves) if isinstance(t, Tensor)]
-        given = {f"argument {n}": tensor for n, tensor in tensors}
-        self.read = {**self.start.tensors, **given}
-        self.versions = [(name, tensor, tensor._version) for name, tensor in given.items()]
-        held = (*self.read.items(), *view.named_buffers())
+        given = {f"argument {n}": t for n, t in enumerate(leaves) if isinstance(t, Tensor)}
+        self.start = FirstRun(view, buffers, reads, given=given, device=device)
+        held = (*self.start.tensors.items(), *view.named_buffers())
         self.held = {storage_id(t): name for name, t in reversed(held)}
         self.changed: Callable[[], str] | None = None  # names what has other content
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []  # of the dropped tensors
@@ -146,9 +143,6 @@ class _Call:
     def _run_again(self) -> None:
         if name := self.start.changed():
             self._refuse(name, "in place")
-        for name, tensor, version in self.versions:
-            if tensor._version != version:
-                self._refuse(name, "in place")
         if self.changed is not None and (name := self.changed()):
             self._refuse(name, "in a way that PyTorch does not count (through .data or numpy)")
         found: list[tuple[Tensor, int]] = []
