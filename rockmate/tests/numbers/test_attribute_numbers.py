@@ -109,6 +109,17 @@ def test_what_changes_beside_them_is_planned_for() -> None:
         pair.step(lambda y: y.float().sum())
 
 
+def test_one_set_before_a_backward_that_is_recorded_anew() -> None:
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(6, 8)
+    rk = Rockmate(net, x, 1_000_000, cost="flops")
+    net.drop.p = 0.3
+    y = rk(x)
+    net.drop.p = 0.4
+    (y.t().contiguous() * torch.arange(6.0)).sum().backward()  # laid otherwise than planned
+    assert net.drop.p == 0.4
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("value", [torch.tensor(0.3), "no number", None, True])
 def test_one_that_is_no_number_any_more(value: Any) -> None:

@@ -62,7 +62,8 @@ class FollowedNumbers:
         other = sample.with_leaves(_others(sample.leaves, whole))
         trace = NumberTrace(whole, (model, own))
         try:
-            with types_watched(trace):
+            # A backward may come after the user has set others.
+            with sample.keeping_attributes(trace.owners), types_watched(trace):
                 basic = record(
                     *(model, other, kind), opaque=known.opaque, known=known, numbers=trace
                 )
@@ -70,9 +71,6 @@ class FollowedNumbers:
             # A model may not work with tracked numbers.
             _log.debug("numbers are not followed: %s", error)
             return None
-        finally:
-            for module in trace.owners:
-                sample.set_attributes(module)
         decides = trace.escaped or ("values that Python looks at" if basic.reads else "")
         if decides:
             _log.debug("numbers decide more than arithmetic: %s", decides)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +147,21 @@ class Sample:
         for keyword, value in self.attributes.items():
             path, name = attribute_of(keyword) or ("", "")
             vars(model.get_submodule(path))[name] = value
+
+    @contextlib.contextmanager
+    def keeping_attributes(self, models: Iterable[nn.Module]) -> Iterator[None]:
+        """Restore afterwards what the models have now in place of the sample's attributes."""
+        names = [attribute_of(keyword) or ("", "") for keyword in self.attributes]
+        held = [(vars(model.get_submodule(path)), name) for model in models for path, name in names]
+        before = [(attributes, name, attributes.get(name, held)) for attributes, name in held]
+        try:
+            yield
+        finally:
+            for attributes, name, value in before:
+                if value is held:  # it had none
+                    attributes.pop(name, None)
+                else:
+                    attributes[name] = value
 
     @property
     def tensors(self) -> list[Tensor]:
