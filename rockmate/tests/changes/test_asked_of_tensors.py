@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from rkgb import SideEffectError
 from rockmate import Rockmate
@@ -324,3 +325,46 @@ def test_results_of_parts_that_run_whole_answer_as_they_were_made(made: str, ask
     for p, q in zip(net.parameters(), twin.parameters(), strict=True):
         assert p.grad is not None
         assert torch.equal(p.grad, q.grad)
+
+
+MADE_BEFORE: dict[str, Callable[[Tensor], Tensor]] = {
+    "in place": lambda x: functional.leaky_relu(x + 0, 0.1, inplace=True),
+    "in a view": lambda x: x.view(-1).mul_(2).view(6, 8),
+    "second of two": lambda x: (x * 2).split(4, dim=1)[1].repeat(1, 2),
+    "new": lambda x: x * 2,
+}
+
+
+class AskingInside(nn.Module):
+    """A part that runs whole asks for how its input was made."""
+
+    def __init__(self, made: Callable[[Tensor], Tensor], ask: Callable[[Tensor], float]) -> None:
+        super().__init__()
+        self.first, self.made, self.whole = nn.Linear(8, 8), made, Whole(lambda x: x)
+        self.whole.layer = Asked(ask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole(self.made(self.first(x)))
+
+
+class Asked(nn.Module):
+    def __init__(self, ask: Callable[[Tensor], float]) -> None:
+        super().__init__()
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.ask(x)
+
+
+@pytest.mark.parametrize("ask", [ask for ask in ASKED_OF_RESULTS if ask != "written later"])
+@pytest.mark.parametrize("made", MADE_BEFORE)
+def test_parts_that_run_whole_ask_for_how_their_inputs_were_made(made: str, ask: str) -> None:
+    net, x = AskingInside(MADE_BEFORE[made], ASKED_OF_RESULTS[ask]), torch.randn(6, 8)
+    twin = copy.deepcopy(net)
+    planned = Rockmate(net, x, ROOM_BYTES, cost="flops", self_test=False)
+    for seed in range(2):
+        random.seed(seed)
+        expected = twin(x)
+        random.seed(seed)
+        ours = planned(x)
+        assert torch.equal(ours, expected)

@@ -26,13 +26,7 @@ from rkgb.torch_api.compiled_code import BRANCHES
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.private.autograd import nodes_from
 from rkgb.torch_api.private.flags import without_cast_cache
-from rkgb.torch_api.tensor_facts import (
-    attributes_of,
-    placed_parameters,
-    set_attribute,
-    standing_for,
-    written_on,
-)
+from rkgb.torch_api.tensor_facts import as_in_a_step, placed_parameters, set_attribute, written_on
 
 _Name = tuple[str, str]  # path of the module, and name of the attribute
 
@@ -109,9 +103,6 @@ def left_by(
         ChangesArgumentsError: it writes to its arguments, which are restored.
         SideEffectError: it asks a tensor for what only the one that was given can tell.
     """
-    for tensor in tensors:
-        if not attributes_of(tensor):  # each run is on others, which stand for them
-            standing_for(tensor, tensor)
     stream, state = RngState.save(device), ModuleState(module)
     contents, lent = BufferContents(module), Lent(module)
     own = [(f"argument {place}", tensor) for place, tensor in enumerate(tensors)]
@@ -130,6 +121,7 @@ def left_by(
     replaced = [*refused, (Tensor, "retain_grad", retaining)]
     try:
         with (
+            as_in_a_step(tensors),  # each run is on others, which stand for them
             kept,
             noting_calls() as called,
             Patches(replaced),

@@ -7,12 +7,15 @@ where they lie in a module.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from rkgb.torch_api.private.autograd import set_version
 
 _MARK = "_rkgb_facts"  # attribute of a tensor that stands for another one
 _MADE = "_rkgb_made"  # of one that stands for a result: what that answers to these
@@ -84,6 +87,27 @@ def standing_for(tensor: Tensor, other: Tensor) -> Tensor:
     known = attributes.get(_MARK) or {name: original_fact(other, name) for name in _FACTS}
     vars(tensor).update({**attributes, _MARK: known})
     return tensor
+
+
+@contextlib.contextmanager
+def as_in_a_step(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """While active, these remember what they answer, and nothing was written on them yet.
+
+    A step may compute them without the writes of the user's code.
+    """
+    new = [tensor for tensor in tensors if not stands_for_another(tensor)]
+    for tensor in new:
+        standing_for(tensor, tensor)
+    versions = [(t, t._version) for t in tensors if not t.is_inference()]
+    try:
+        for tensor, _ in versions:
+            set_version(tensor, 0)
+        yield
+    finally:
+        for tensor, version in versions:
+            set_version(tensor, version)
+        for tensor in new:
+            vars(tensor).pop(_MARK, None)
 
 
 def facts_of_result(tensor: Tensor) -> dict[str, Any]:
