@@ -161,7 +161,8 @@ class PlansOfModule(Requester):
                     why,
                 )
             family = self._family(key, planned, row)
-            self.watch.ignore(planned.network.opaque, planned.assigned)
+            whole = planned.network.opaque
+            self.watch.ignore(whole, planned.assigned, from_now_on=self.settings.opaque)
             key = replace(key, state=self._locate(planned))
             if self.plans.put(key, family):
                 self.watch.forget(self.plans.states())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 from torch import nn
 
-from rkgb.elements import attribute_keyword
+from rkgb.elements import attribute_keyword, is_inside
 from rkgb.guards import Sources
 from rockmate.guards.module_state import Place, WatchedState
 from rockmate.guards.snapshot import HOOKS, Snapshot
@@ -27,18 +27,29 @@ class ModuleWatch:
         self.model = model
         self._recent: list[Snapshot] = []
         self._states: dict[tuple[Any, ...], WatchedState] = {}
-        self._ignored: frozenset[str | Place] = frozenset()
+        self._ignored: frozenset[str | Place] | None = None  # there is no plan
         self.sources = Sources()  # what Python reads besides
         self.asked = frozenset[str]()  # attributes that it asks objects for
         self.open: tuple[Place, ...] = ()  # attributes that calls hand over as numbers
 
-    def ignore(self, paths: Sequence[str], names: Sequence[Place] = ()) -> None:
-        """Leave the attributes of these submodules and their submodules out of states from now on.
+    def ignore(
+        self,
+        paths: Collection[str],
+        names: Collection[Place] = (),
+        *,
+        from_now_on: Collection[str] = (),
+    ) -> None:
+        """Leave what no plan takes for granted out of states, now that there is one more plan.
 
-        They are opaque calls, so no recording specialises what they read. `names` are single
-        attributes, by the path of their module, that every step sets.
+        The attributes in `paths` are of its opaque calls, so its recording specialises none of what
+        they read. `names` are single attributes, by the path of their module, that its steps set.
+        An earlier plan may read them: only what each leaves out is left out. `from_now_on` are
+        opaque in all later plans too; earlier ones are for states that have them, and end.
         """
-        new: frozenset[str | Place] = self._ignored | {*paths, *names}
+        new = frozenset[str | Place]((*paths, *names))
+        if self._ignored is not None:
+            always = (path for path in from_now_on if _lies_in(path, new))
+            new = _in_both(new, self._ignored) | {*always}
         if new != self._ignored:
             self._ignored, self._recent = new, []
 
@@ -74,7 +85,7 @@ class ModuleWatch:
             if snapshot.holds(autocast):
                 self._recent = [snapshot, *recent[:place], *recent[place + 1 :]]
                 return snapshot
-        ignored = self._ignored | {*self.open}
+        ignored = frozenset((*(self._ignored or ()), *self.open))
         taken = Snapshot(self.model, self._states, ignored, self.sources)
         if taken.found:  # names that objects ask for which what was read has led to
             self.sources.ask(taken.found)
@@ -91,6 +102,19 @@ class ModuleWatch:
         self._recent = [s for s in self._recent if s.state in kept]
         for snapshot in self._recent:
             snapshot.values.clear()
+
+
+def _in_both(
+    ours: frozenset[str | Place], theirs: frozenset[str | Place]
+) -> frozenset[str | Place]:
+    """Return the modules and single attributes that lie in both of two choices of them."""
+    pairs = ((ours, theirs), (theirs, ours))
+    return frozenset(one for few, many in pairs for one in few if _lies_in(one, many))
+
+
+def _lies_in(one: str | Place, chosen: frozenset[str | Place]) -> bool:
+    path = one if isinstance(one, str) else one[0]
+    return one in chosen or any(is_inside(path, p) for p in chosen if isinstance(p, str))
 
 
 def view_of(model: nn.Module, kind: type[nn.Module] | None = None) -> nn.Module:
