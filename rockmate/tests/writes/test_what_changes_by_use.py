@@ -598,3 +598,30 @@ def test_what_cannot_be_used_twice_is_refused_where_a_part_runs_again(monkeypatc
     with pytest.raises(SideEffectError, match="a generator"):
         y.sum().backward()
     assert next(GENERATOR) == 2.0  # the forward alone has used it
+
+
+def _of_two_iterators(_):
+    return next(HELD["next"].__self__) / next(HELD["iterator"])
+
+
+def _of_a_generator_and_more(_):
+    global COUNT
+    COUNT += 1
+    LOG.append(COUNT)
+    return COUNT / next(HELD["iterator"]) / next(ITERATOR)
+
+
+@pytest.mark.parametrize("ask", [_of_two_iterators, _of_a_generator_and_more])
+def test_everything_that_one_function_changes_is_put_back(ask):
+    WORLD.begin()
+    net, x = Scaled(ask), torch.ones(32, 16)
+    twin = copy.deepcopy(net)
+    planned = Rockmate(net, x, 1_000_000, cost="flops")
+    states = []
+    for module in (planned, twin):
+        if module is twin:
+            WORLD.begin()
+        module.found = _train(module, x, 3)
+        states.append((WORLD.state(), next(ITERATOR), next(HELD["iterator"])))
+    assert all(map(torch.equal, planned.found, twin.found))
+    assert states[0] == states[1]

@@ -212,7 +212,7 @@ class Outside:
 
     def _refuse_first(self, found: Iterable[tuple[str, str]], remedy: str, why: str) -> None:
         """Refuse the first submodule, if there is one, with what its forward does in words."""
-        for path, text in found:
+        for path, text in [*found][:1]:  # all are found: what one changes is put back from then on
             raise SideEffectError.to_capture(
                 type(self._twin).__name__,
                 remedy,
@@ -268,7 +268,8 @@ class Outside:
     ) -> Iterator[tuple[str, str]]:
         """Yield what is changed or used up: the submodule, and the words for it.
 
-        What a recomputation of a piece finds again does not count there.
+        What a recomputation of a piece finds again does not count there. All is put back from then
+        on that was yielded.
         """
         sources = Sources.of(seen, copies)
         for one in seen:
