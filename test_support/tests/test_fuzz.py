@@ -41,6 +41,14 @@ def loop_of(*events: str) -> Case:
     return replace(SMALL, events=tuple(Event(name) for name in events))
 
 
+def test_another_thread_draws_from_another_stream_than_a_network_does() -> None:
+    case = loop_of("another thread")
+    assert "                random.random()\n" in source_of(case)
+    drawing = Network("rows", (Block((LINEAR, Layer("backward that draws", 1))),))
+    source = source_of(replace(case, network=drawing))
+    assert "                random.Random(0).random()\n" in source
+
+
 def test_a_seed_is_a_case() -> None:
     for seed in range(20):
         assert draw_case(seed) == draw_case(seed)
