@@ -431,7 +431,7 @@ class RecordedStep:
         None means that they change or consume something there, so that they must run once.
         """
         with self.codes.resting():  # nothing of the user's runs, and what they lead to may be much
-            if [*self.outside.reasons(ran, self.originals, of_piece=True)]:  # each is put back
+            if self.outside.reasons(ran, self.originals, of_piece=True):
                 return None
             return Readable.led_to(ran, self.originals, self.twin.modules())
 

@@ -17,6 +17,7 @@ from rkgb.torch_api.private.flags import is_cast_anew
 from rkgb.torch_api.tensor_facts import placed_parameters, standing_for
 
 _ATTRIBUTE = "~"  # first character of keywords that no forward can have
+_ABSENT = object()  # in place of an attribute that a module does not have
 
 
 def attribute_keyword(path: str, name: str) -> str:
@@ -153,12 +154,12 @@ class Sample:
         """Restore afterwards what the models have now in place of the sample's attributes."""
         names = [attribute_of(keyword) or ("", "") for keyword in self.attributes]
         held = [(vars(model.get_submodule(path)), name) for model in models for path, name in names]
-        before = [(attributes, name, attributes.get(name, held)) for attributes, name in held]
+        before = [(attributes, name, attributes.get(name, _ABSENT)) for attributes, name in held]
         try:
             yield
         finally:
             for attributes, name, value in before:
-                if value is held:  # it had none
+                if value is _ABSENT:
                     attributes.pop(name, None)
                 else:
                     attributes[name] = value

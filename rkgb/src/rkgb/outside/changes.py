@@ -212,7 +212,7 @@ class Outside:
 
     def _refuse_first(self, found: Iterable[tuple[str, str]], remedy: str, why: str) -> None:
         """Refuse the first submodule, if there is one, with what its forward does in words."""
-        for path, text in [*found][:1]:  # all are found: what one changes is put back from then on
+        for path, text in found:
             raise SideEffectError.to_capture(
                 type(self._twin).__name__,
                 remedy,
@@ -265,11 +265,16 @@ class Outside:
 
     def reasons(
         self, seen: list[Seen], copies: Mapping[int, Any], *, of_piece: bool = False
+    ) -> list[tuple[str, str]]:
+        """Return what is changed or used up, all of which is put back from then on."""
+        return [*self._reasons(seen, copies, of_piece=of_piece)]
+
+    def _reasons(
+        self, seen: list[Seen], copies: Mapping[int, Any], *, of_piece: bool
     ) -> Iterator[tuple[str, str]]:
         """Yield what is changed or used up: the submodule, and the words for it.
 
-        What a recomputation of a piece finds again does not count there. All is put back from then
-        on that was yielded.
+        What a recomputation of a piece finds again does not count there.
         """
         sources = Sources.of(seen, copies)
         for one in seen:
