@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -10,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rkgb.capture.step import RecordedStep
 from rkgb.errors import NoStepError
 from rockmate import Rockmate
 
 NAME = "first_imported_in_a_forward"
+OTHER = "found_in_a_forward"
 
 
 class Net(nn.Module):
@@ -75,3 +79,34 @@ def test_one_that_draws_is_refused_by_name(draw: str, branches: bool, place: Pat
     importlib.import_module(NAME)
     planned = Rockmate(model, (x,), "1MB", cost="flops", cache=False, progress=False)
     assert torch.equal(planned(x), model(x))
+
+
+def test_what_it_keeps_of_planning_keeps_nothing_alive(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may keep a stream, a function of torch, and what would load a module that lies nowhere."""
+    _written(
+        place,
+        "import importlib.util\n"
+        "from sys import stdout\n"
+        "from torch.utils.checkpoint import checkpoint\n"
+        f"found = importlib.util.find_spec('{OTHER}')\n"
+        "def scale(): return 2.0\n",
+    )
+    (place / f"{OTHER}.py").write_text("value = 3")
+    gc.collect()
+    before = {id(o) for o in gc.get_objects() if type(o) is RecordedStep}
+    model, x = Net(branches=False), torch.randn(6, 8)
+    planned = Rockmate(model, (x,), "1MB", cost="flops", cache=False, progress=False)
+    gc.collect()
+    assert {id(o) for o in gc.get_objects() if type(o) is RecordedStep} <= before
+    kept = sys.modules[NAME]
+    print("still there", file=kept.stdout)
+    assert capsys.readouterr().out == "still there\n"
+    weight = torch.randn(3, requires_grad=True)
+    kept.checkpoint(torch.exp, weight, use_reentrant=False).sum().backward()
+    assert torch.equal(weight.grad, weight.exp())
+    loaded = importlib.util.module_from_spec(kept.found)
+    kept.found.loader.exec_module(loaded)
+    assert loaded.value == 3
+    planned(x).sum().backward()

@@ -69,22 +69,32 @@ class _Finder(importlib.abc.MetaPathFinder):
     """
 
     def __init__(self, watch: CodeWatch) -> None:
-        self._watch = watch
+        self._watch: CodeWatch | None = watch
+
+    def end(self) -> None:
+        """Keep nothing: modules that were found, and perhaps not imported yet, keep this."""
+        self._watch = None
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if not (fullname.startswith("torch.") or is_users(fullname)):
+        watch = self._watch
+        if watch is None or not (fullname.startswith("torch.") or is_users(fullname)):
             return None
         others = [getattr(f, "find_spec", None) for f in sys.meta_path if type(f) is not _Finder]
-        with self._watch.importing():
+        with watch.importing():
             specs = (find(fullname, path, target) for find in others if find is not None)
             spec = next(filter(None, specs), None)
         loader: Any = None if spec is None else spec.loader
         if isinstance(loader, _LOADERS):  # one for each module
             written = loader.exec_module
-            around = self._watch.around_import if is_users(fullname) else contextlib.nullcontext
 
             def execute(module: Any) -> None:
-                with self._watch.importing(), around(fullname):
+                vars(loader).pop("exec_module", None)
+                watch = self._watch
+                if watch is None:
+                    written(module)
+                    return
+                around = watch.around_import if is_users(fullname) else contextlib.nullcontext
+                with watch.importing(), around(fullname):
                     written(module)
 
             vars(loader)["exec_module"] = execute
@@ -130,7 +140,6 @@ class CodeWatch:
         self.is_paused = self._rests = False
         self._leave: Callable[[], None] = lambda: None
         self._named = Patches([(builtins, n, self._noting(n)) for n in ("getattr", "hasattr")])
-        self._finder = _Finder(self)
         self.around_import: Callable[[str], contextlib.AbstractContextManager[Any]] = (
             contextlib.nullcontext
         )
@@ -144,6 +153,7 @@ class CodeWatch:
         self._watch_starts()
         self._profile()
         self._named.__enter__()
+        self._finder = _Finder(self)
         sys.meta_path.insert(0, self._finder)
         vars(_active).setdefault("watches", []).append(self)
         return self
@@ -152,6 +162,7 @@ class CodeWatch:
         _active.watches.remove(self)
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
+        self._finder.end()
         self._named.__exit__()
         if self.profile is not None:
             set_profile(self._profiled)

@@ -67,10 +67,18 @@ class Patches:
 
 @dataclass
 class _Turn:
-    """The thread of a replacement, and whether the replacement is active."""
+    """The thread of a replacement, and what replaces while it is active.
+
+    Modules that are imported meanwhile keep the replacing function. It keeps nothing but this.
+    """
 
     thread: int
-    is_active: bool = False
+    value: Any = None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it replaces now."""
+        return self.value is not None
 
 
 class _Replacement:
@@ -82,10 +90,11 @@ class _Replacement:
         self.before = vars(place).get(name, _ABSENT)
         before = getattr(place, name, None)
         self.value: Any
+        self._called: Any = value.__func__ if isinstance(value, staticmethod) else value
         if isinstance(value, ForAll):
             self.value = value.value
         elif isinstance(value, staticmethod):
-            self.value = staticmethod(self._call(value.__func__, before))
+            self.value = staticmethod(self._call(self._called, before))
         else:
             self.value = self._call(value, before)
 
@@ -94,21 +103,22 @@ class _Replacement:
         elsewhere, turn = getattr(value, "elsewhere", before), self.turn
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if turn.is_active and not is_elsewhere(turn.thread):
-                return value(*args, **kwargs)
+            now = turn.value
+            if now is not None and not is_elsewhere(turn.thread):
+                return now(*args, **kwargs)
             return elsewhere(*args, **kwargs)
 
         return call
 
     def begin(self) -> None:
-        self.turn.is_active = True
+        self.turn.value = self._called
         if id(self.value) not in _standing:
             _standing[id(self.value)] = self
             self.before = vars(self.place).get(self.name, _ABSENT)
             setattr(self.place, self.name, self.value)
 
     def end(self) -> None:
-        self.turn.is_active = False
+        self.turn.value = None
         # If another replacement is on top, this one is removed together with it.
         while (standing := self._standing()) is not None and not standing.turn.is_active:
             del _standing[id(standing.value)]

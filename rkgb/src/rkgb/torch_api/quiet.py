@@ -40,8 +40,8 @@ class _Stream:
         return iter(self._before)
 
     def end(self) -> None:
-        """Behave as the original for every thread: other code may have kept this object."""
-        self._thread = None
+        """Behave as the original for every thread, and keep nothing else: code may keep this."""
+        self._thread = self._ours = None
 
 
 @contextlib.contextmanager
