@@ -243,3 +243,36 @@ def test_what_a_part_keeps_in_attributes_is_counted_to_the_end(kept: int) -> Non
         for own, other in zip(model, twin, strict=True):
             for name in ("mean", "variance") if isinstance(own, Averages) else ():
                 assert torch.equal(getattr(own, name), getattr(other, name))
+
+
+class TwoResults(nn.Module):
+    """Runs whole. In its backward, the gradient of the second result is freed before the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(128, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.inner(x.repeat(1, 16))
+        if x.mean() > 100:
+            x = 2 * x
+        scale = x.exp()
+        return torch.tanh(x * scale), scale
+
+
+class UsesOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.part, self.last = nn.Linear(8, 8), TwoResults(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.part(self.first(x))[0]))
+
+
+def test_a_gradient_that_never_comes_makes_no_room() -> None:
+    x = torch.randn(64, 8)
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        Rockmate(UsesOne(), (x,), 1, cost="flops")
+    least = refused.value.minimum_bytes
+    planned = Rockmate(UsesOne(), (x,), least, cost="flops")
+    assert planned.measured_peak_bytes == least

@@ -310,13 +310,17 @@ class RunPieceBackward(_OfPiece):
         return super().costs_as(other) and getattr(other, "in_parts", None) == self.in_parts
 
     def workspace_bytes(self, given: Sequence[Any]) -> int:
-        """Return the temporary memory of the call; `given` says which gradients there are."""
+        """Return the temporary memory of the call; `given` says which gradients there are.
+
+        A gradient that is not there makes no room, just as one that is held.
+        """
         wanting = zip(self.piece.kinds, self.piece.differentiable, strict=True)
-        kinds = (kind for kind, differentiable in wanting if differentiable)
-        own = [kind for kind, there in zip(kinds, given, strict=True) if there is not None]
+        kinds = [kind for kind, differentiable in wanting if differentiable]
+        there = [at for at, gradient in enumerate(given) if gradient is not None]
         first = 1 + len(self.piece.needs)
-        held = sum(kind.size_bytes for at, kind in enumerate(own, first) if at not in self.frees)
-        return min(self.piece.workspace_bytes[1], self.piece.freeing_workspace_bytes + held)
+        freed = {there[at - first] for at in self.frees}
+        kept = sum(kind.size_bytes for at, kind in enumerate(kinds) if at not in freed)
+        return min(self.piece.workspace_bytes[1], self.piece.freeing_workspace_bytes + kept)
 
     def __call__(
         self, inner: InnerGraph, needed: Sequence[Tensor], grads: Sequence[Tensor | None]
