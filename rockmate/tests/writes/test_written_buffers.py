@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -280,3 +281,29 @@ def test_buffers_that_grow_are_resident_and_not_in_the_budget(budget: float) -> 
         assert_same_gradients(model, plain)
     for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Replaces(Keeps):
+    """Puts a new tensor at the place of its buffer in each step."""
+
+    def __init__(self, *, decides: bool) -> None:
+        super().__init__()
+        self.decides = decides
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        self.b = 0.9 * self.b + 0.1 * x.detach().mean(0)
+        if self.decides and x.mean() > 100:  # so that it runs whole
+            x = 2 * x
+        return x * self.b
+
+
+@pytest.mark.parametrize("decides", [False, True])
+def test_a_buffer_that_a_step_replaces_is_freed_as_in_plain_pytorch(decides: bool) -> None:
+    model = Sandwich(Replaces(decides=decides))
+    x = torch.randn(4, W)
+    planned = Rockmate(model, (x,), "1MB", cost="flops", self_test=False)
+    for _ in range(4):
+        before = weakref.ref(model.middle.b)
+        planned(x).sum().backward()
+        assert before() is None

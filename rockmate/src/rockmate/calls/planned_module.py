@@ -153,10 +153,13 @@ class PlannedModule(PlansOfModule):
         if self.loss.is_unseen:
             planned = self.loss.cautious(planned, (args, ordered))
         if planned.may_go_another_way:
-            return self._run_or_plain(planned, external, leaves, args, kwargs)
-        result = planned.run(self.model, external, leaves, call=(args, kwargs))
-        if self.loss.is_awaited:
-            self.loss.follow(result)
+            result = self._run_or_plain(planned, external, leaves, args, kwargs)
+        else:
+            result = planned.run(self.model, external, leaves, call=(args, kwargs))
+            if self.loss.is_awaited:
+                self.loss.follow(result)
+        if planned.may_replace:
+            self.watch.let_go(snapshot, autocast)
         return result
 
     def _begin_to_run(self) -> None:

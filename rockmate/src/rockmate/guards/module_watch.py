@@ -95,6 +95,11 @@ class ModuleWatch:
         self._recent = [taken, *others][:_MOST_SNAPSHOTS]
         return taken
 
+    def let_go(self, snapshot: Snapshot, autocast: Hashable) -> None:
+        """Forget a snapshot if a step has ended it, and with it the tensors that it replaced."""
+        if not snapshot.holds(autocast):
+            self._recent = [other for other in self._recent if other is not snapshot]
+
     def forget(self, used: Sequence[WatchedState]) -> None:
         """Forget the states without plans, and the values that were looked up for plans."""
         kept = {*used, *(snapshot.state for snapshot in self._recent[:1])}

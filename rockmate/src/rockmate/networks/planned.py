@@ -127,6 +127,11 @@ class Planned:
         return checks or basic.catches or bool(basic.whole_calls)
 
     @cached_property
+    def may_replace(self) -> bool:
+        """Whether a step may put another object at the place of one, such as a buffer."""
+        return bool(self.assigned or self.network.basic.whole_calls)
+
+    @cached_property
     def runs_parts_again(self) -> bool:
         """Whether a recomputation runs parts that run whole."""
         planned = self.executor.planned
