@@ -191,12 +191,14 @@ def seed_backward(outputs: Sequence[Tensor], own: Collection[int]) -> None:
     The gradient that starts a backward is held to its end, so the gradient of a scalar output is
     held here too. A tensor's gradient comes from the user's loss and is freed after its use, so
     here a Function makes it. Its values are pseudo-random but fixed. It has the strides of the
-    output, unless these have gaps or overlaps. Leaves elsewhere than those with the ids `own` (a
-    weight in a global variable) have the gradients afterwards that they had.
+    output, unless these have gaps or overlaps. A tensor that is returned twice has one gradient,
+    because autograd would add two in memory that no plan counts. Leaves elsewhere than those with
+    the ids `own` (a weight in a global variable) have the gradients afterwards that they had.
     """
-    roots = [t for t in outputs if t.dim() == 0]
-    tensors = [t for t in outputs if t.dim() > 0]
-    del outputs
+    once = {id(t): t for t in outputs}.values()
+    roots = [t for t in once if t.dim() == 0]
+    tensors = [t for t in once if t.dim() > 0]
+    del outputs, once
     if tensors:
         roots.append(_Seed.apply(*tensors))  # type: ignore[no-untyped-call]
     ones = [torch.ones_like(t) for t in roots]

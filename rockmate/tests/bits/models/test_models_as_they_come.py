@@ -266,6 +266,26 @@ def test_a_tensor_that_is_returned_twice_keeps_the_budget() -> None:
     assert peak_bytes <= rk.budget_bytes + scalars_bytes
 
 
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.inner(x)
+        return y, y
+
+
+def test_the_self_test_adds_no_gradients_of_one_tensor() -> None:
+    """The sum of two gradients would be memory that no plan counts."""
+    x = torch.randn(64, 8)
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        Rockmate(Twice(), (x,), 1, cost="flops")
+    least = refused.value.minimum_bytes
+    planned = Rockmate(Twice(), (x,), least, cost="flops")
+    assert planned.measured_peak_bytes == least
+
+
 def test_a_transform_in_a_submodule_is_planned_as_one_piece() -> None:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(6)]
