@@ -15,6 +15,7 @@ from torch import nn
 import rockmate
 from oracles.decisions import assert_steps_like, outcome, peak, seed
 from oracles.training import assert_same_gradients, measured_peak_bytes
+from rkgb.engine import trace_memory
 from rockmate import InfeasibleBudgetError, PlanFileError, Rockmate
 from zoo.deciding import NETS, WIDTH, Depth, rows
 
@@ -184,3 +185,41 @@ def test_hooks_on_blocks_are_called_once_a_step() -> None:
     assert len(set(forwards)) == len(forwards) > 0
     rk.zero_grad()
     assert_steps_like(rk, twin, batches, steps=2)
+
+
+def _layer(_place: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+
+class Filled(nn.Module):
+    """Torch sums the gradient of a filling value otherwise where a mode sees the operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Sequential(*map(_layer, range(4))) for _ in range(2))
+        self.filling = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        x = self.first(x)
+        x = 0.5 * x if x.mean() > 100 else x
+        wide = x.repeat(1, 4)
+        return self.last(wide.masked_fill(wide > 0.5, self.filling)[:16, :8])
+
+
+def test_steps_for_planning_are_metered_as_they_are_in_training() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(256, 8)
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        Rockmate(Filled(), (x,), 1, cost="flops")
+    least = refused.value.minimum_bytes
+    rk = Rockmate(Filled(), (x,), least, cost="flops", self_test=False)
+    for parameter in rk.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step(_span: Any = None) -> None:
+        out = rk(x)
+        out.sum().backward()
+
+    step()
+    scalars_bytes = 8  # a sum and its gradient are the user's
+    assert trace_memory(step, torch.device("cpu")).peak_bytes <= least + scalars_bytes

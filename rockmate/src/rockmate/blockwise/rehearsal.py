@@ -30,7 +30,12 @@ from rkgb.module_state import (
 )
 from rkgb.run import CompiledStep, StepProgram
 from rkgb.safeguards import signals_wait, without_traces
-from rkgb.torch_api import gradients_kept, placed_parameters, without_hooks_of_leaves
+from rkgb.torch_api import (
+    gradients_kept,
+    operations_unwatched,
+    placed_parameters,
+    without_hooks_of_leaves,
+)
 from rockmate.arguments import Call
 from rockmate.blockwise.team import Team
 from rockmate.comparison.eager import losses_among, seed_backward
@@ -132,7 +137,8 @@ def trace_step(
             start.restore()  # with other random numbers it might take other branches
             restore()
             again()
-            traces.append(trace_memory(run, device))
+            with operations_unwatched():  # as in training
+                traces.append(trace_memory(run, device))
     trace = min(traces, key=lambda trace: trace.lasting_peak_bytes)
     marks = [Mark(s.name, s.start_bytes, s.next_peak_bytes) for s in trace.spans]
     return trace.lasting_peak_bytes, tuple(marks)

@@ -11,6 +11,7 @@ from torch import nn
 
 from rkgb.engine import Sample
 from rkgb.outside import Contents
+from rkgb.torch_api import operations_unwatched, set_version
 from rockmate.blockwise.rehearsal import kept_as_it_is
 from rockmate.comparison.eager import StepResult, run_step
 
@@ -27,22 +28,27 @@ class KeptParameters:
     def __init__(self, model: nn.Module) -> None:
         self.root = Contents()
         self.root.add(model, lends=False)
-        self.rows = [(p, p.data, p.detach().to("cpu", copy=True)) for p in model.parameters()]
+        self.rows = [
+            (p, p.data, p.detach().to("cpu", copy=True), p._version) for p in model.parameters()
+        ]
 
     def restore(self) -> None:
-        """Restore the values that have changed."""
+        """Restore the values that have changed, and the versions by which autograd knows them."""
         self.root.restore()
-        for parameter, own, content in self.rows:
+        for parameter, own, content, version in self.rows:
             if parameter.data_ptr() != own.data_ptr():
                 parameter.data = own
             if not torch.equal(own.cpu(), content):
                 own.copy_(content)
+            set_version(parameter, version)
 
     @contextlib.contextmanager
     def kept(self, model: nn.Module, sample: Sample) -> Iterator[None]:
         """Undo everything that steps inside change."""
         try:
-            with kept_as_it_is(model, sample.device, (sample.args, sample.keywords)):
+            given = (sample.args, sample.keywords)
+            # Parameters are restored here, so that nothing needs to see what writes to them.
+            with kept_as_it_is(model, sample.device, given), operations_unwatched():
                 yield
         finally:
             self.restore()

@@ -141,13 +141,24 @@ def changing_modes() -> list[str]:
 
 
 @contextlib.contextmanager
-def unwatched() -> Iterator[None]:
-    """While active, modes that see operations and calls of this thread are off."""
+def operations_unwatched() -> Iterator[None]:
+    """While active, modes that see operations of this thread are off.
+
+    Torch computes some backwards by other operations where such a mode is on.
+    """
     dispatch = torch.utils._python_dispatch._pop_mode_temporarily
-    function = torch.overrides._pop_mode_temporarily
     with contextlib.ExitStack() as stack:
         for _ in range(torch._C._len_torch_dispatch_stack()):
             stack.enter_context(dispatch())
+        yield
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """While active, modes that see operations and calls of this thread are off."""
+    function = torch.overrides._pop_mode_temporarily
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(operations_unwatched())
         for _ in range(torch._C._len_torch_function_stack()):
             stack.enter_context(function())
         yield
