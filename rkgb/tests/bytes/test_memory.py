@@ -82,6 +82,39 @@ def test_it_is_said_that_a_profile_is_lost(caplog: pytest.LogCaptureFixture) -> 
     assert not caplog.text
 
 
+_METERED_IN_A_BACKWARD = """
+import torch
+from rkgb.device.chosen import trace_memory
+
+def names(*spans):
+    def run(span):
+        for name in spans:
+            with span(name):
+                torch.ones(4)
+    return [span.name for span in trace_memory(run, torch.device("cpu")).spans]
+
+class Meters(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+    @staticmethod
+    def backward(ctx, gradient):
+        print(names("inside"))
+        return 2 * gradient
+
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    Meters.apply(torch.randn(3, requires_grad=True)).sum().backward()
+print(names("first", "second", "second"))
+"""
+
+
+def test_spans_count_once_after_a_profile_that_ended_in_a_backward() -> None:
+    """Torch goes on to tell of each span for that one, too, as long as the process lives."""
+    command = [sys.executable, "-c", _METERED_IN_A_BACKWARD]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["['inside']", "['first', 'second', 'second']"]
+
+
 def test_storage_helpers_follow_views() -> None:
     base = torch.zeros(10)
     assert storage_id(base[2:4]) == storage_id(base)

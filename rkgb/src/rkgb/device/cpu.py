@@ -8,6 +8,7 @@ so imports the whole compiler, which takes most of a second.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import time
@@ -70,6 +71,8 @@ class Cpu(Device):
 _log = logging.getLogger("rkgb")
 PREFIX = "rkgb::"
 _meters = 0  # number of running ones
+# Of spans: torch tells of each twice where a profile that was ended in a backward still listens.
+_numbers = itertools.count()
 
 # Keeps the profiler's library from printing a line at every start and stop.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -80,7 +83,7 @@ def profiled(run: Callable[[Span], object], *, operations: bool = False) -> Any:
     from torch.autograd.profiler import record_function
 
     def span(name: str) -> AbstractContextManager[None]:
-        return record_function(PREFIX + name)
+        return record_function(f"{PREFIX}{next(_numbers)}:{name}")
 
     global _meters
     if is_profiled_by_user():
@@ -111,7 +114,7 @@ def trace_by_profiler(run: Callable[[Span], object]) -> MemoryTrace:
     times with the size of an even older block at the same address.
     """
     changes: list[tuple[int, int, int]] = []  # (moment, address, bytes)
-    marks: list[Mark] = []
+    marks: dict[str, Mark] = {}  # by the text of the event, which names one span
     todo = [*reversed(profiled(run).experimental_event_tree())]
     while todo:
         event = todo.pop()
@@ -121,10 +124,9 @@ def trace_by_profiler(run: Callable[[Span], object]) -> MemoryTrace:
             if fields.device.type == "cpu":
                 changes.append((event.start_time_ns, fields.ptr, fields.alloc_size))
         elif event.name.startswith(PREFIX):
-            name = event.name.removeprefix(PREFIX)
-            marks.append((event.start_time_ns, event.end_time_ns, name))
+            mark = (event.start_time_ns, event.end_time_ns, name_of_span(event.name))
+            marks.setdefault(event.name, mark)
     changes.sort(key=lambda change: change[0])
-    marks.sort()
     own: set[int] = set()  # addresses of blocks that the run has allocated and not freed
     counted: list[Change] = []
     for moment, address, size in changes:
@@ -135,4 +137,9 @@ def trace_by_profiler(run: Callable[[Span], object]) -> MemoryTrace:
         else:
             continue
         counted.append((moment, size))
-    return replay(counted, marks)
+    return replay(counted, sorted(marks.values()))
+
+
+def name_of_span(event: str) -> str:
+    """Return the name that was given to the span of an event."""
+    return event.removeprefix(PREFIX).partition(":")[2]
