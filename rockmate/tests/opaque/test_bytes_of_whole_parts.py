@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -276,3 +277,43 @@ def test_a_gradient_that_never_comes_makes_no_room() -> None:
     least = refused.value.minimum_bytes
     planned = Rockmate(UsesOne(), (x,), least, cost="flops")
     assert planned.measured_peak_bytes == least
+
+
+class Hooked(nn.Module):
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.seen: Tensor | float | None = None
+
+        def hook(_module: nn.Module, given: tuple[Tensor], taken: tuple[Tensor]) -> None:
+            found = {"taken": taken[0], "given": given[0]}
+            self.seen = found.get(keeps) if keeps else float(taken[0].norm())
+
+        self.layers[2].register_full_backward_hook(hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("keeps", ["taken", "given"])
+def test_it_is_said_that_a_hook_keeps_gradients(keeps: str) -> None:
+    """Planning calls no backward hook, so no plan knows."""
+    model, x = Hooked(keeps), torch.randn(64, 8)
+    planned = Rockmate(model, (x,), "1MB", cost="flops", self_test=False)
+    assert planned.plan.opaque == ("layers.2",)
+    with pytest.warns(RuntimeWarning, match=r"'layers.2' \(Linear\) keep 2048 bytes of gradients"):
+        planned(x).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned(x).sum().backward()  # it is said once
+
+
+def test_a_hook_that_only_looks_is_not_told_of() -> None:
+    model, x = Hooked(""), torch.randn(64, 8)
+    planned = Rockmate(model, (x,), "1MB", cost="flops", self_test=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned(x).sum().backward()
+    assert model.seen

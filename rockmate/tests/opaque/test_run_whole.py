@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from oracles.training import assert_same_gradients
 from rockmate import Rockmate, UnsupportedModuleError
 
+# Hooks of these tests keep the gradients that they see.
+pytestmark = pytest.mark.filterwarnings("ignore:hooks of module")
+
 
 class Scaled(nn.Module):
     """Computes with what nobody sees."""

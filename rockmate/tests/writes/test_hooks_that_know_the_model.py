@@ -81,6 +81,7 @@ WAYS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
 
 
 @pytest.mark.one_in(3)
+@pytest.mark.filterwarnings("ignore:hooks of module")  # they keep gradients
 @pytest.mark.parametrize("decides", [False, True])
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("way", WAYS)

@@ -45,10 +45,12 @@ def gradients_of(
     given: dict[tuple[str, int], Tensor],
     grads: list[Tensor | None],
     frees: Collection[int] = (),
+    kept: set[tuple[int, int]] | None = None,
 ) -> list[list[Tensor]]:
     """Return the parts of each gradient, in separate memory; `grads` is emptied.
 
-    The program does not hold the gradients at the positions `frees`, but the user may.
+    The program does not hold the gradients at the positions `frees`, but the user may. Where those
+    lie that hooks keep, and parts that they keep, is added to `kept`.
     """
     came = [t for t in grads if t is not None]
     arrived = [(span(t), at in frees, weakref.ref(t)) for at, t in enumerate(came)]
@@ -68,7 +70,11 @@ def gradients_of(
             del part
             if held() is not None:  # a hook has kept it, and autograd may add to what it gets
                 taken.append(span(alone))
+                if kept is not None:
+                    kept.add(taken[-1])
             made[-1].append(apart(alone, taken))
+    if kept is not None:
+        kept.update(place for place, freed, tensor in arrived if freed and tensor() is not None)
     return made
 
 

@@ -83,7 +83,7 @@ class Piece(Seen):
     runs_once: bool = False  # it changes or consumes outside state, so it must save its results
     reads: Readable | None = None  # what its functions may read outside, if it may run again
     written: tuple[str, ...] = ()  # parameters that the call writes
-    over: dict[str, int] = field(default_factory=dict)  # largest held bytes above `held_bytes`
+    over: dict[str, int] = field(default_factory=dict)  # largest bytes that no plan counts, by what
 
     def result(self, tensors: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
         """Return the result of the call, with these tensors that it made and that it was given."""
@@ -333,7 +333,11 @@ class RunPieceBackward(_OfPiece):
         boxed.clear()
         first = 1 + len(self.piece.needs)
         frees = frozenset(at - first for at in self.frees)
-        parts = gradients_of(inner, dict(zip(self.piece.needs, needed, strict=True)), grads, frees)
+        given = dict(zip(self.piece.needs, needed, strict=True))
+        kept = set[tuple[int, int]]() if self._has_hooks() else None
+        parts = gradients_of(inner, given, grads, frees, kept)
+        if kept:
+            self._tell_of_kept(sum(end - start for start, end in kept))
         count, wanting = len(self.piece.call.places), self.piece.call.wanting
         found = [
             self._gradient(place, own) for place, own in enumerate(parts[:count]) if wanting[place]
@@ -346,6 +350,23 @@ class RunPieceBackward(_OfPiece):
             for part, kind in zip((*alone, last), rest, strict=False):
                 found.append(part if kind is None or part is None else kind.fitting(part))
         return tuple(found)
+
+    def _has_hooks(self) -> bool:
+        """Return whether hooks may keep gradients, which has not been told yet."""
+        if "gradients" in self.piece.over:
+            return False
+        module = running_model().get_submodule(self.piece.call.path)
+        return any(m._backward_hooks or m._backward_pre_hooks for m in module.modules())
+
+    def _tell_of_kept(self, kept_bytes: int) -> None:
+        """Warn of gradients that are not freed; trials do not call the hooks that keep them."""
+        self.piece.over["gradients"] = kept_bytes
+        warnings.warn(
+            f"hooks of module {self.piece.call} keep {kept_bytes} bytes of gradients after its "
+            "backward, and none were planned for it. Set bytes aside with reserve=.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _gradient(self, place: int, parts: list[Tensor]) -> Any:
         kind = self.piece.gradients[place]
