@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rkgb import RkgbError
-from rkgb.elements import is_inside
+from rkgb.elements import is_inside_any
 from rockmate.arguments import Arguments, Call, called_with, refuse_no_module
 from rockmate.blockwise.loss_outside import LossOfBlocks, Within
 from rockmate.blockwise.planning import BlockPlanner
@@ -161,7 +161,7 @@ def apply_to_blocks(given: ToBlocks) -> BlocksPlan:
     remove(model)
     with team.together():
         found = _blocks_of(model, given.blocks)
-    found = {p: b for p, b in found.items() if not any(is_inside(p, o) for o in terms.opaque)}
+    found = {p: b for p, b in found.items() if not is_inside_any(p, terms.opaque)}
     if not team.groups:  # sharded models count on a backward after each forward
         find_what_changes(model, calls, device)
     calls = largest_first(model, calls, team, device)

@@ -26,7 +26,7 @@ from rkgb.capture.ways import Asked, Way
 from rkgb.device.base import Span
 from rkgb.device.chosen import trace_memory
 from rkgb.elements.effect import Assertion, Assign, Effect, InputMutation
-from rkgb.elements.module_paths import is_inside
+from rkgb.elements.module_paths import is_inside_any
 from rkgb.elements.sample import Sample
 from rkgb.elements.trees import Structure, UnknownTreeError, flatten, holds_tensors
 from rkgb.errors import (
@@ -282,7 +282,7 @@ class RecordedStep:
         asked = {
             name
             for one in self.codes.seen.values()
-            if not all(any(is_inside(path, whole) for whole in self.opaque) for path in one.paths)
+            if not all(is_inside_any(path, self.opaque) for path in one.paths)
             for name in (*loads_of(one.code).attributes, *one.names)
         }
         read = written if ANY in asked else [name for name in written if name in asked]

@@ -15,7 +15,7 @@ from rkgb.elements.effect import (
     InputMutation,
     ObserverHook,
 )
-from rkgb.elements.module_paths import group_of, is_inside, outermost
+from rkgb.elements.module_paths import group_of, is_inside, is_inside_any, outermost
 from rkgb.elements.numbers import Numbers
 from rkgb.elements.op import BATCH_NORMS, CAST, Op, Ref
 from rkgb.elements.sample import attribute_keyword, attribute_of, own_copy
@@ -51,6 +51,7 @@ __all__ = [
     "flatten",
     "group_of",
     "is_inside",
+    "is_inside_any",
     "is_running",
     "named_apart",
     "outermost",

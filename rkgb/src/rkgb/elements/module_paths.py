@@ -14,6 +14,11 @@ def is_inside(path: str, around: str) -> bool:
     return not around or path == around or path.startswith(f"{around}.")
 
 
+def is_inside_any(path: str, paths: Iterable[str]) -> bool:
+    """Return whether a module is one of some others, or inside one, by their paths."""
+    return any(is_inside(path, around) for around in paths)
+
+
 def outermost(paths: Iterable[str]) -> tuple[str, ...]:
     """Return the modules, by their paths, that are inside none of the others; each once."""
     kept = dict.fromkeys(paths)

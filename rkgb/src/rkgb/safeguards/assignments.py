@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from rkgb.elements.effect import Assign, ContainerMutation
-from rkgb.elements.module_paths import is_inside
+from rkgb.elements.module_paths import is_inside, is_inside_any
 from rkgb.elements.sample import Sample
 from rkgb.elements.trees import flatten, holds_tensors, refilled
 from rkgb.errors import BrokenPieceError, NotRecordedError, SideEffectError, in_module
@@ -122,9 +122,9 @@ def all_inside(path: str, ran: Iterable[Seen], name: str) -> bool:
 def _ran_inside(path: str, seen: Iterable[Seen]) -> bool:
     ran = [one.paths for one in seen]
     around = (place for places in ran for place in places if not is_inside(place, path))
-    return all(any(is_inside(place, path) for place in places) for places in ran) and not any(
-        is_inside(path, place) for place in around
-    )
+    return all(
+        any(is_inside(place, path) for place in places) for places in ran
+    ) and not is_inside_any(path, around)
 
 
 def _is_set(value: Any, old: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rkgb.elements.module_paths import is_inside
+from rkgb.elements.module_paths import is_inside_any
 from rkgb.errors import SideEffectError, in_module
 from rkgb.guards.code_watch import Seen
 from rkgb.module_state.start_of_call import ModuleState, draw_from_numpy, numpy_state
@@ -43,7 +43,7 @@ class KeptState(ModuleState):
         self.of_parameters = [
             (path, parameter, dict(vars(parameter)), parameter.requires_grad)
             for path, parameter in placed_parameters(model)
-            if not any(is_inside(path, around) for around in whole)
+            if not is_inside_any(path, whole)
         ]
 
     def refuse_changes(

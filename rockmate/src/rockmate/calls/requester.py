@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import nn
 
 from rkgb import TraceError
-from rkgb.elements import is_inside
+from rkgb.elements import is_inside_any
 from rkgb.safeguards import signals_wait
 from rockmate.arguments import Call
 from rockmate.calls.first_call import FirstCall
@@ -239,17 +239,13 @@ class Requester:
 
 def with_whole(settings: Terms, paths: Collection[str]) -> Terms:
     """Return settings that also run these submodules whole."""
-    others = (path for path in settings.opaque if not _is_covered(path, paths))
+    others = (path for path in settings.opaque if not is_inside_any(path, paths))
     return replace(settings, opaque=(*others, *paths))
-
-
-def _is_covered(path: str, paths: Collection[str]) -> bool:
-    return any(is_inside(path, around) for around in paths)
 
 
 def _run_whole(paths: Iterable[str], planned: Planned) -> bool:
     """Return whether a plan runs all of these submodules whole."""
-    return all(_is_covered(path, planned.network.opaque) for path in paths)
+    return all(is_inside_any(path, planned.network.opaque) for path in paths)
 
 
 def called_path(model: nn.Module, path: str) -> str:

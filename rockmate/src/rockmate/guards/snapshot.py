@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rkgb.capture import geometry_of, may_run_again
-from rkgb.elements import is_inside, storage_id
+from rkgb.elements import is_inside_any, storage_id
 from rkgb.graphs import BasicGraph
 from rkgb.guards import Same, Sources, Watched, is_users
 from rkgb.torch_api import same_kinds
@@ -56,7 +56,7 @@ class Snapshot:
         whole = [p for p in ignored if isinstance(p, str)]
 
         def runs_whole(path: str) -> bool:
-            return any(is_inside(path, p) for p in whole)
+            return is_inside_any(path, whole)
 
         for path, module in modules.items():
             facts[path, "type", ""] = Same(_class_of(module))

@@ -23,7 +23,7 @@ from rkgb.elements import (
     ObserverHook,
     Ref,
     Structure,
-    is_inside,
+    is_inside_any,
     target_of,
 )
 from rkgb.engine import Sample, operations
@@ -111,7 +111,7 @@ class Planned:
     def writes_buffer(self, name: str) -> bool:
         """Return whether the forward writes to a buffer; an opaque call may write to all of its."""
         found, parts = self._written_buffers
-        return name in found or any(is_inside(name, path) for path in parts)
+        return name in found or is_inside_any(name, parts)
 
     @cached_property
     def _written_buffers(self) -> tuple[frozenset[str], tuple[str, ...]]:

@@ -13,7 +13,7 @@ from torch import nn
 from rkgb import RkgbError
 from rkgb.capture import AskedKind, for_any_number
 from rkgb.device import no_collection
-from rkgb.elements import is_inside
+from rkgb.elements import is_inside_any
 from rkgb.engine import B_to_D, D_to_S, Sample, device_of, external_values, record, runnable
 from rkgb.graphs import PLANNED_PASSES, BackwardKind, BasicGraph
 from rkgb.run import RunnableGraph
@@ -135,10 +135,7 @@ class Request:
         """Record; opaque calls of a known plan are not tried again."""
         for other in () if isinstance(kind, ExpectedKind) else self.known:
             basic = other.network.basic
-            whole = all(
-                any(is_inside(path, around) for around in basic.opaque)
-                for path in self.settings.opaque
-            )
+            whole = all(is_inside_any(path, basic.opaque) for path in self.settings.opaque)
             # Other blocks of such a root may have other parts at the same paths.
             there = {path for path, _ in self.model.named_modules(remove_duplicate=False)}
             whole &= bool(basic.opaque) and there.issuperset(basic.opaque)
