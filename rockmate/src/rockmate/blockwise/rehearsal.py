@@ -132,12 +132,18 @@ def trace_step(
 
     with kept_as_it_is(model, device, call) as again:
         start, traces = StartOfCall(model, device), []
-        _run(model, call, Marker())  # from now on gradients and buffers of libraries exist
-        for _ in range(times):
+
+        def anew() -> None:
             start.restore()  # with other random numbers it might take other branches
             restore()
             again()
-            with operations_unwatched():  # as in training
+
+        _run(model, call, Marker())  # tells what it writes; now gradients exist
+        with operations_unwatched():  # as in training
+            anew()
+            _run(model, call, Marker())  # libraries and programs take buffers at their first run
+            for _ in range(times):
+                anew()
                 traces.append(trace_memory(run, device))
     trace = min(traces, key=lambda trace: trace.lasting_peak_bytes)
     marks = [Mark(s.name, s.start_bytes, s.next_peak_bytes) for s in trace.spans]
@@ -241,9 +247,9 @@ def marked(executor: Executor, place: int, marker: Marker) -> Iterator[None]:
 def _marked_backward(compiled: CompiledStep, place: int, marker: Marker) -> CompiledStep:
     """Return a step with a marked backward, also where hooks on weights ask for another one."""
 
-    def backward(saved: list[Any], tangents: list[Tensor]) -> Handing:
+    def backward(saved: list[Any], tangents: list[Tensor], *more: Any) -> Handing:
         marker(f"B{place} begins")
-        yield from compiled.backward(saved, tangents)
+        yield from compiled.backward(saved, tangents, *more)
 
     def other(program: StepProgram) -> CompiledStep:
         return _marked_backward(compiled.other(program), place, marker)
@@ -254,12 +260,12 @@ def _marked_backward(compiled: CompiledStep, place: int, marker: Marker) -> Comp
 
 
 def _ending(
-    backward: Callable[[list[Any], list[Tensor]], Handing], last: int, name: str, marker: Marker
-) -> Callable[[list[Any], list[Tensor]], Handing]:
+    backward: Callable[..., Handing], last: int, name: str, marker: Marker
+) -> Callable[..., Handing]:
     """Return a backward that also marks its last gradients."""
 
-    def wrapped(saved: list[Any], tangents: list[Tensor]) -> Handing:
-        running, number, received = backward(saved, tangents), 0, None
+    def wrapped(saved: list[Any], tangents: list[Tensor], *more: Any) -> Handing:
+        running, number, received = backward(saved, tangents, *more), 0, None
         while True:
             try:
                 given = running.send(received)
