@@ -33,7 +33,7 @@ from fake_cuda.allocator import AllocatorRules, CachingAllocator
 from fake_cuda.queues import FakeQueues
 from rkgb.device.base import CallTime, Device, Mark, MemoryTrace, Span, replay
 from rkgb.device.chosen import standing_in
-from rkgb.device.cpu import PREFIX, name_of_span, profiled
+from rkgb.device.cpu import PREFIX, profiled
 from rkgb.device.cuda import warm_up_threads
 from rkgb.graphs.basic import ambient_autocast, autocast_as
 from rkgb.torch_api.private.modes import DispatchMode, current_dispatch_modes
@@ -229,7 +229,7 @@ def _seen_in(results: Any) -> _Seen:
         if name in _PRODUCTS:
             seen.products.append((event.start_time_ns, "autograd" if in_backward else "main"))
         elif name.startswith(PREFIX):
-            mark = (event.start_time_ns, event.end_time_ns, name_of_span(name))
+            mark = (event.start_time_ns, event.end_time_ns, name.removeprefix(PREFIX))
             seen.marks.append(mark)
         todo.extend((child, in_backward, is_host) for child in reversed(event.children))
     # Two changes at one moment keep the order of the tree, which is that of the program.

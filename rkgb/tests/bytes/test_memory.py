@@ -91,7 +91,8 @@ def names(*spans):
         for name in spans:
             with span(name):
                 torch.ones(4)
-    return [span.name for span in trace_memory(run, torch.device("cpu")).spans]
+    trace = trace_memory(run, torch.device("cpu"))
+    return [span.name for span in trace.spans], trace.is_metered
 
 class Meters(torch.autograd.Function):
     @staticmethod
@@ -102,17 +103,28 @@ class Meters(torch.autograd.Function):
         print(names("inside"))
         return 2 * gradient
 
-with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+def profile():
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+with profile() as before:
     Meters.apply(torch.randn(3, requires_grad=True)).sum().backward()
 print(names("first", "second", "second"))
+with profile() as after:
+    torch.ones(3).exp()
+print([event.name for event in after.events()].count("aten::exp"))
+print([event.name for event in before.events()].count("aten::sum"))
 """
 
 
-def test_spans_count_once_after_a_profile_that_ended_in_a_backward() -> None:
-    """Torch goes on to tell of each span for that one, too, as long as the process lives."""
+def test_no_profile_is_ended_in_a_backward() -> None:
+    """Torch would tell of each later event twice, or call what is gone."""
     command = [sys.executable, "-c", _METERED_IN_A_BACKWARD]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["['inside']", "['first', 'second', 'second']"]
+    inside, outside, after, before = done.stdout.splitlines()
+    assert inside == "(['inside'], False)"
+    assert outside == "(['first', 'second', 'second'], True)"
+    assert after == before == "1"
+    assert "cannot be metered in a backward" in done.stderr
 
 
 def test_storage_helpers_follow_views() -> None:

@@ -167,6 +167,7 @@ class MemoryTrace:
     spans: tuple[SpanMemory, ...]
     timeline: tuple[tuple[float, int], ...]  # (ms since the start, bytes); empty on CUDA
     allocated_peak_bytes: int  # in whole blocks of the allocator
+    is_metered: bool = True  # else all figures are zero
 
     @property
     def released_bytes(self) -> int:

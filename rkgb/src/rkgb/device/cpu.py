@@ -8,7 +8,6 @@ so imports the whole compiler, which takes most of a second.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import time
@@ -19,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rkgb.device.base import CallTime, Change, Device, Mark, MemoryTrace, Span, replay
+from rkgb.device.base import CallTime, Change, Device, Mark, MemoryTrace, Span, SpanMemory, replay
+from rkgb.torch_api.private.autograd import current_backward
 from rkgb.torch_api.private.memory import memory_profile, profiler_is_on
 
 
@@ -38,6 +38,8 @@ class Cpu(Device):
         return size_bytes
 
     def trace_memory(self, run: Callable[[Span], object]) -> MemoryTrace:
+        if current_backward() >= 0 and profiler_is_on():
+            return _unmetered(run)
         return trace_by_profiler(run)
 
     def time(self, call: Callable[[], object]) -> CallTime:
@@ -71,8 +73,6 @@ class Cpu(Device):
 _log = logging.getLogger("rkgb")
 PREFIX = "rkgb::"
 _meters = 0  # number of running ones
-# Of spans: torch tells of each twice where a profile that was ended in a backward still listens.
-_numbers = itertools.count()
 
 # Keeps the profiler's library from printing a line at every start and stop.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -83,7 +83,7 @@ def profiled(run: Callable[[Span], object], *, operations: bool = False) -> Any:
     from torch.autograd.profiler import record_function
 
     def span(name: str) -> AbstractContextManager[None]:
-        return record_function(f"{PREFIX}{next(_numbers)}:{name}")
+        return record_function(PREFIX + name)
 
     global _meters
     if is_profiled_by_user():
@@ -101,6 +101,26 @@ def profiled(run: Callable[[Span], object], *, operations: bool = False) -> Any:
     return results()
 
 
+def _unmetered(run: Callable[[Span], object]) -> MemoryTrace:
+    """Call `run(span)` in a backward that is profiled: ending that profile there is not safe.
+
+    Torch would go on to call what it has freed, and tell of each later event twice.
+    """
+    _log.warning(
+        "memory cannot be metered in a backward that torch's profiler watches: parts that run "
+        "whole are taken to need no workspace. Run such a step once before the profile begins"
+    )
+    names: list[str] = []
+
+    def span(name: str) -> AbstractContextManager[None]:
+        names.append(name)
+        return contextlib.nullcontext()
+
+    run(span)
+    spans = tuple(SpanMemory(name, 0, 0, 0, 0) for name in names)
+    return MemoryTrace(0, 0, spans, (), 0, is_metered=False)
+
+
 def is_profiled_by_user() -> bool:
     """Return whether a profiler other than this meter is active."""
     return profiler_is_on() and not _meters
@@ -114,7 +134,7 @@ def trace_by_profiler(run: Callable[[Span], object]) -> MemoryTrace:
     times with the size of an even older block at the same address.
     """
     changes: list[tuple[int, int, int]] = []  # (moment, address, bytes)
-    marks: dict[str, Mark] = {}  # by the text of the event, which names one span
+    marks: list[Mark] = []
     todo = [*reversed(profiled(run).experimental_event_tree())]
     while todo:
         event = todo.pop()
@@ -124,9 +144,10 @@ def trace_by_profiler(run: Callable[[Span], object]) -> MemoryTrace:
             if fields.device.type == "cpu":
                 changes.append((event.start_time_ns, fields.ptr, fields.alloc_size))
         elif event.name.startswith(PREFIX):
-            mark = (event.start_time_ns, event.end_time_ns, name_of_span(event.name))
-            marks.setdefault(event.name, mark)
+            name = event.name.removeprefix(PREFIX)
+            marks.append((event.start_time_ns, event.end_time_ns, name))
     changes.sort(key=lambda change: change[0])
+    marks.sort()
     own: set[int] = set()  # addresses of blocks that the run has allocated and not freed
     counted: list[Change] = []
     for moment, address, size in changes:
@@ -137,9 +158,4 @@ def trace_by_profiler(run: Callable[[Span], object]) -> MemoryTrace:
         else:
             continue
         counted.append((moment, size))
-    return replay(counted, sorted(marks.values()))
-
-
-def name_of_span(event: str) -> str:
-    """Return the name that was given to the span of an event."""
-    return event.removeprefix(PREFIX).partition(":")[2]
+    return replay(counted, marks)

@@ -174,11 +174,13 @@ class Trials:
             workspace_bytes=(
                 max(0, spans[0].added_peak_bytes - one.made_bytes[0] - held),
                 # Negative if held tensors are freed while gradients are made.
-                spans[1].added_peak_bytes - one.made_bytes[1],
+                spans[1].added_peak_bytes - one.made_bytes[1] if trace.is_metered else 0,
             ),
             # Saved tensors of a transform are not seen, and may be inputs.
             freeing_workspace_bytes=(spans[1] if one.transforms else freed).added_peak_bytes
-            - one.made_bytes[1],
+            - one.made_bytes[1]
+            if trace.is_metered
+            else 0,
             time_ms=(min(one.time_ms[0], two.time_ms[0]), min(one.time_ms[1], two.time_ms[1])),
             flops=(self.flops // 3, self.flops - self.flops // 3),
         ), two.made

@@ -94,7 +94,7 @@ def keeps_graph() -> bool:
 
 
 def current_backward() -> int:
-    """Return a unique number of the running backward in this thread."""
+    """Return a unique number of the running backward in this thread; -1 outside of backwards."""
     return torch._C._current_graph_task_id()
 
 
