@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from rkgb.torch_api import EXTRA_FLOP_FORMULAS
+from rkgb.torch_api import flops_of
 
 _flops: list[int] = []  # of every graph compiled in this process
 
@@ -91,15 +91,3 @@ def _count(graph: fx.Graph) -> None:
             kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta.get("val"))
             total += flops_of(packet, args, kwargs, node.meta.get("val"))
     _flops.append(total)
-
-
-def flops_of(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the FLOPs of one operator, by torch's formulas and those that it lacks."""
-    from torch.utils.flop_counter import flop_registry
-
-    if packet in EXTRA_FLOP_FORMULAS:
-        shapes = [a.shape if isinstance(a, Tensor) else a for a in args]
-        return int(EXTRA_FLOP_FORMULAS[packet](*shapes))
-    if packet in flop_registry:
-        return int(flop_registry[packet](*args, **kwargs, out_val=out))
-    return 0

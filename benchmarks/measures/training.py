@@ -16,7 +16,7 @@ from harness.meter import RandomState
 from harness.networks import NETWORKS, Case, case_of
 from harness.worker import Outcome
 from measures.strategies import BUDGETED, EXACT, Applied, apply
-from measures.torch_compile import flops_of
+from rkgb.torch_api import flops_of
 from rockmate.planning import parse_budget
 
 PEAK_OF_CHECKPOINT = "peak of checkpoint"  # a budget: what a checkpoint round every block takes

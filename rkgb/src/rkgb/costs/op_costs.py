@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from rkgb.elements.op import Op, Ref, map_refs
 from rkgb.elements.target import target_of
 from rkgb.elements.tensor_info import TensorInfo
 from rkgb.graphs.basic import BasicGraph
 from rkgb.graphs.uses import made_by
-from rkgb.torch_api.by_values import EXTRA_FLOP_FORMULAS
+from rkgb.torch_api.by_values import flops_of, has_flops
 
 _NUMBERS = re.compile(r"\d+")
 _LISTS = re.compile(r"\[(-?0(, )?)*\]")
@@ -88,10 +87,7 @@ def count_flops(op: Op, infos: Mapping[str, TensorInfo]) -> int:
     if known is not None:
         return known
     packet = getattr(op.target, "overloadpacket", None)
-    if packet in EXTRA_FLOP_FORMULAS:
-        shapes = [infos[arg.name].shape for arg in op.args if isinstance(arg, Ref)]
-        return int(EXTRA_FLOP_FORMULAS[packet](*shapes))
-    if packet not in flop_registry:
+    if not has_flops(packet):
         return 0
 
     def stand_in(name: str) -> Tensor:
@@ -100,7 +96,7 @@ def count_flops(op: Op, infos: Mapping[str, TensorInfo]) -> int:
     made = [stand_in(name) if name else None for name in op.results]
     out = tuple(made) if op.returns_many else made[0]
     args, kwargs = map_refs(op.args, stand_in), map_refs(dict(op.kwargs), stand_in)
-    return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    return flops_of(packet, args, kwargs, out)
 
 
 @dataclass(frozen=True)

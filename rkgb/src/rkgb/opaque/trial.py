@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
+from rkgb.device.base import SpanMemory
 from rkgb.device.chosen import trace_memory
 from rkgb.device.rng import KeptGenerators, RngState
 from rkgb.elements.spread import settled
@@ -25,7 +25,7 @@ from rkgb.opaque.gradients import added, as_visited, gradients_of, laid
 from rkgb.opaque.inner_graph import is_entry
 from rkgb.opaque.left_behind import refuse
 from rkgb.opaque.piece import Piece, Seen, Tangents, strides_of
-from rkgb.torch_api.by_values import EXTRA_FLOP_FORMULAS, TakingMost
+from rkgb.torch_api.by_values import TakingMost, flops_of
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.private.autograd import gradients_kept, nodes_from
 from rkgb.torch_api.private.memory import weak_storage
@@ -162,6 +162,11 @@ class Trials:
         held = one.held_bytes
         unseen = spans[0].end_bytes - spans[0].start_bytes - one.made_bytes[0] - held
         held += max(0, unseen)
+
+        def beside(backward: SpanMemory) -> int:
+            """Return its peak above its gradients; negative if held tensors are freed meanwhile."""
+            return backward.added_peak_bytes - one.made_bytes[1] if trace.is_metered else 0
+
         return Piece(
             **vars(one.seen),
             call=call,
@@ -173,14 +178,10 @@ class Trials:
             held_bytes=held,
             workspace_bytes=(
                 max(0, spans[0].added_peak_bytes - one.made_bytes[0] - held),
-                # Negative if held tensors are freed while gradients are made.
-                spans[1].added_peak_bytes - one.made_bytes[1] if trace.is_metered else 0,
+                beside(spans[1]),
             ),
             # Saved tensors of a transform are not seen, and may be inputs.
-            freeing_workspace_bytes=(spans[1] if one.transforms else freed).added_peak_bytes
-            - one.made_bytes[1]
-            if trace.is_metered
-            else 0,
+            freeing_workspace_bytes=beside(spans[1] if one.transforms else freed),
             time_ms=(min(one.time_ms[0], two.time_ms[0]), min(one.time_ms[1], two.time_ms[1])),
             flops=(self.flops // 3, self.flops - self.flops // 3),
         ), two.made
@@ -341,12 +342,8 @@ class _FlopCount(DispatchMode):
         self.flops = 0
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        out, packet = func(*args, **kwargs), func.overloadpacket
-        if packet in EXTRA_FLOP_FORMULAS:
-            shapes = [arg.shape for arg in args if isinstance(arg, Tensor)]
-            self.flops += int(EXTRA_FLOP_FORMULAS[packet](*shapes))
-        elif packet in flop_registry:
-            self.flops += int(flop_registry[packet](*args, **kwargs, out_val=out))
+        out = func(*args, **kwargs)
+        self.flops += flops_of(func.overloadpacket, args, kwargs, out)
         return out
 
 

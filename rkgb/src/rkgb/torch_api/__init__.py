@@ -8,7 +8,7 @@ calls what is replaced, and private/, which alone imports private modules; then 
 patches.py.
 """
 
-from rkgb.torch_api.by_values import EXTRA_FLOP_FORMULAS, TakingMost, noting_calls
+from rkgb.torch_api.by_values import EXTRA_FLOP_FORMULAS, TakingMost, flops_of, noting_calls
 from rkgb.torch_api.compiled_code import compiled_modules, is_in_compiled_code, is_optimized
 from rkgb.torch_api.kernel_choice import KernelChoice, RecomputingAs, running_a_forward, with_flags
 from rkgb.torch_api.modes_left import Modes
@@ -78,6 +78,7 @@ __all__ = [
     "dict_versions",
     "dispatch_mode_stack",
     "firing_order",
+    "flops_of",
     "gradients_kept",
     "group_store",
     "has_global_hooks",

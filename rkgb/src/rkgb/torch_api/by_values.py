@@ -6,12 +6,12 @@ A workspace that depends on values is measured where it is largest.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.private.modes import DispatchMode
@@ -69,3 +69,18 @@ EXTRA_FLOP_FORMULAS: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _sdpa_forward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
 }
+
+
+def has_flops(packet: Any) -> bool:
+    """Return whether there is a formula for the FLOPs of an operation."""
+    return packet in flop_registry or packet in EXTRA_FLOP_FORMULAS
+
+
+def flops_of(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Return the FLOPs of a call with these tensors; 0 for an operation without a formula."""
+    if packet in EXTRA_FLOP_FORMULAS:
+        shapes = [arg.shape for arg in args if isinstance(arg, Tensor)]
+        return int(EXTRA_FLOP_FORMULAS[packet](*shapes))
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    return 0

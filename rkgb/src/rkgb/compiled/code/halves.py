@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from rkgb.torch_api.by_values import EXTRA_FLOP_FORMULAS
+from rkgb.torch_api.by_values import EXTRA_FLOP_FORMULAS, has_flops
 
 Kind = Literal["primal", "tangent", "result", "gradient", "size"]
 Place = tuple[Kind, int]  # an input, or a value that is made
@@ -97,8 +97,7 @@ def _rebuild(node: Any, behind: dict[str, Any], graph: Any) -> None:
 
 
 def is_heavy(target: Any) -> bool:
-    packet = getattr(target, "overloadpacket", None)
-    return packet in flop_registry or packet in EXTRA_FLOP_FORMULAS
+    return has_flops(getattr(target, "overloadpacket", None))
 
 
 @dataclass(frozen=True)
