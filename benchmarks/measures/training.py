@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import meter
 from harness.meter import RandomState
 from harness.networks import NETWORKS, Case, case_of
 from harness.worker import Outcome
 from measures.strategies import BUDGETED, EXACT, Applied, apply
-from rkgb.torch_api import flops_of
+from rkgb.torch_api import FlopCounter
 from rockmate.planning import parse_budget
 
 PEAK_OF_CHECKPOINT = "peak of checkpoint"  # a budget: what a checkpoint round every block takes
@@ -31,26 +30,6 @@ def on_device(case: Case, device: torch.device) -> Case:
     """Return the case with network and sample on a device."""
     sample = tuple(x.to(device) for x in case.sample)
     return Case(case.model.to(device).train(), sample, case.blocks, case.stages)
-
-
-class FlopCounter(TorchDispatchMode):
-    """Count the FLOPs of the operators that run inside.
-
-    Torch's own `FlopCounterMode` also tracks modules, with hooks that fail where a stage's input is
-    a leaf of a graph of its own.
-    """
-
-    only_watches = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        self.total += flops_of(func.overloadpacket, args, kwargs, out)
-        return out
 
 
 class Twins:

@@ -25,11 +25,10 @@ from rkgb.opaque.gradients import added, as_visited, gradients_of, laid
 from rkgb.opaque.inner_graph import is_entry
 from rkgb.opaque.left_behind import refuse
 from rkgb.opaque.piece import Piece, Seen, Tangents, strides_of
-from rkgb.torch_api.by_values import TakingMost, flops_of
+from rkgb.torch_api.by_values import FlopCounter, TakingMost
 from rkgb.torch_api.patches import Patches
 from rkgb.torch_api.private.autograd import gradients_kept, nodes_from
 from rkgb.torch_api.private.memory import weak_storage
-from rkgb.torch_api.private.modes import DispatchMode
 from rkgb.torch_api.tensor_facts import facts_of_result, standing_for
 
 
@@ -220,11 +219,11 @@ class Trials:
         """Return the FLOPs, or 0 if the counter fails."""
         try:
             # After a run under a mode, torch.cond fails for good.
-            with _FlopCount() as counter, Patches([(torch, "cond", refuse)]), self.watch:
+            with FlopCounter() as counter, Patches([(torch, "cond", refuse)]), self.watch:
                 self._trial()
         except Exception:  # of the counter: the trials that follow tell others
             return 0
-        return int(counter.flops)
+        return int(counter.total)
 
     def _trial(self, span: Any = None, *, frees: bool = False) -> _Trial:
         """Run the call once; with `frees`, the gradients are donated to its backward."""
@@ -329,22 +328,6 @@ class Trials:
                 "and that it neither takes nor owns.",
                 module_path=self.call.path,
             )
-
-
-class _FlopCount(DispatchMode):
-    """Counts the FLOPs of all operations by torch's formulas.
-
-    Torch's own counter follows modules, and decomposes every operation: it takes ten times as long.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        out = func(*args, **kwargs)
-        self.flops += flops_of(func.overloadpacket, args, kwargs, out)
-        return out
 
 
 def _nested(results: Sequence[Tensor]) -> tuple[int, ...]:

@@ -8,7 +8,13 @@ calls what is replaced, and private/, which alone imports private modules; then 
 patches.py.
 """
 
-from rkgb.torch_api.by_values import EXTRA_FLOP_FORMULAS, TakingMost, flops_of, noting_calls
+from rkgb.torch_api.by_values import (
+    EXTRA_FLOP_FORMULAS,
+    FlopCounter,
+    TakingMost,
+    flops_of,
+    noting_calls,
+)
 from rkgb.torch_api.compiled_code import compiled_modules, is_in_compiled_code, is_optimized
 from rkgb.torch_api.kernel_choice import KernelChoice, RecomputingAs, running_a_forward, with_flags
 from rkgb.torch_api.modes_left import Modes
@@ -62,6 +68,7 @@ from rkgb.torch_api.tensor_facts import placed_parameters, unusual_facts, writte
 __all__ = [
     "EXTRA_FLOP_FORMULAS",
     "DispatchMode",
+    "FlopCounter",
     "KernelChoice",
     "Modes",
     "RecomputingAs",
